@@ -1,0 +1,72 @@
+"""Reuse of KV caches in retrieval-augmented generation, on unmodified Hugging Face models."""
+
+from kvreuse.blend.placement import rerotate_keys
+from kvreuse.blend.schedule import Constant, Gradual
+from kvreuse.blend.selectors import (
+    HKVD,
+    FirstTokens,
+    OracleDeviation,
+    QuestionAttention,
+    RandomTokens,
+    SelectionView,
+    Selector,
+    Windows,
+)
+from kvreuse.checks import check_model
+from kvreuse.errors import KVReuseError, PromptTooLongError, UnsupportedModelError
+from kvreuse.kv import ChunkEncoder, ChunkKV, encode_chunk
+from kvreuse.loading import load_model
+from kvreuse.methods import (
+    CacheBlend,
+    ChunkReuse,
+    FullRecompute,
+    FullReuse,
+    LegoLink,
+    MapReduce,
+    MapRerank,
+    PrefixCaching,
+    ReuseMethod,
+)
+from kvreuse.model import ReuseModel
+from kvreuse.prompt import RagPrompt
+from kvreuse.results import Answer, Prefill, Trace
+from kvreuse.store import KVStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HKVD",
+    "Answer",
+    "CacheBlend",
+    "ChunkEncoder",
+    "ChunkKV",
+    "ChunkReuse",
+    "Constant",
+    "FirstTokens",
+    "FullRecompute",
+    "FullReuse",
+    "Gradual",
+    "KVReuseError",
+    "KVStore",
+    "LegoLink",
+    "MapReduce",
+    "MapRerank",
+    "OracleDeviation",
+    "Prefill",
+    "PrefixCaching",
+    "PromptTooLongError",
+    "QuestionAttention",
+    "RagPrompt",
+    "RandomTokens",
+    "ReuseMethod",
+    "ReuseModel",
+    "SelectionView",
+    "Selector",
+    "Trace",
+    "UnsupportedModelError",
+    "Windows",
+    "check_model",
+    "encode_chunk",
+    "load_model",
+    "rerotate_keys",
+]

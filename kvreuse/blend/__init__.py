@@ -1,0 +1,1 @@
+"""Selective recompute: cache, selectors, schedule, fusor."""

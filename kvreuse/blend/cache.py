@@ -1,0 +1,80 @@
+"""The scatter-update Cache: freshly computed K/V of some rows are written into the stored K/V of the whole prompt.
+
+Hugging Face attention calls ``cache.update(keys, values, layer)`` behind RoPE and norms and attends over what comes
+back, so a cache that scatters *is* selective recompute (CacheBlend, 4.2, figure 5b), on unmodified models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from kvreuse import compat
+from kvreuse.blend.deviation import Metric, squared_deviation
+
+
+class BlendLayer(DynamicLayer):
+    """K/V [1, H_kv, S, D] of one layer.
+
+    While ``rows`` is set an update scatters there; afterwards it appends as usual.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: torch.Tensor | None = None
+        self.measure: Metric | None = None  # set: the deviation of the rows is taken before they are overwritten
+        self.deviation: torch.Tensor | None = None
+
+    def scatter(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write K/V [1, H_kv, n, D] of the sorted positions ``rows`` [n]."""
+        rows = rows.to(self.keys.device)
+        first, n = int(rows[0]), rows.numel()
+        for whole, part in ((self.keys, keys), (self.values, values)):
+            if int(rows[-1]) - first + 1 == n:  # no gap: a copy is cheaper than a scatter
+                whole[:, :, first : first + n] = part
+            else:
+                whole.index_copy_(2, rows, part)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatter the rows and return K/V of the whole prompt."""
+        if self.rows is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if self.measure is not None:
+            rows = self.rows.to(self.keys.device)
+            old = self.keys[:, :, rows], self.values[:, :, rows]
+            self.deviation = squared_deviation(self.measure, key_states, value_states, *old)
+        self.scatter(key_states, value_states, self.rows)
+        return self.keys, self.values
+
+
+def new_blend_cache(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
+    """A Cache over preallocated per-layer (keys, values), each [1, H_kv, S, D]."""
+    layers = []
+    for keys, values in buffers:
+        layer = BlendLayer()
+        compat.fill_layer(layer, keys, values)
+        layers.append(layer)
+    return compat.new_cache(list(layers))
+
+
+class StopLayer(Exception):
+    """Leaves a decoder layer once its keys and values are known."""
+
+
+class ProbeCache(Cache):
+    """Catches a layer's K/V and stops the layer there: the K/V projection, without attention and MLP."""
+
+    def __init__(self, catch: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self._catch = catch
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Hand over the K/V; does not return."""
+        self._catch(key_states, value_states)
+        raise StopLayer

@@ -1,0 +1,224 @@
+"""The fusor: stored K/V of all chunks and a few recomputed tokens become one prompt's cache (CacheBlend, 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import Cache
+
+from kvreuse.blend.cache import new_blend_cache
+from kvreuse.blend.deviation import Metric, squared_deviation
+from kvreuse.blend.placement import allocate, place_keys
+from kvreuse.blend.plan import Segment, exact_length, reused_positions
+from kvreuse.blend.row_pass import Project, RowPass
+from kvreuse.blend.schedule import Constant, Schedule
+from kvreuse.blend.selectors import SelectionView, Selector
+from kvreuse.results import Prefill, Trace
+from kvreuse.timing import StageTimer
+
+if TYPE_CHECKING:
+    from kvreuse.model import ReuseModel
+    from kvreuse.prompt import RagPrompt
+
+
+@dataclass(frozen=True)
+class Fusor:
+    """Blends stored K/V into a prompt.
+
+    Args:
+        selector: which reused tokens are recomputed; None recomputes none of them (full reuse).
+        ratio: average fraction of the reused, inexact tokens recomputed per layer. 0 is full reuse, 1 full recompute.
+        schedule: how the ratio falls over the layers; the tokens with the least deviation on a layer drop out.
+        measure: the deviation by which they drop out.
+        as_released: the released code's faults, for comparison: nothing counts as exact, only the question's last
+            token is forced, and the mask is a triangle by rank, which shows selected tokens the future.
+
+    Forced, outside the budget: the question, and every segment the store does not have.
+    """
+
+    selector: Selector | None = None
+    ratio: float = 0.0
+    schedule: Schedule = field(default_factory=Constant)
+    measure: Metric = "kv"
+    as_released: bool = False
+
+    def prefill(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], timer: StageTimer) -> Prefill:
+        """Prefill ``prompt`` from its looked-up ``segments`` (those without stored K/V are recomputed)."""
+        num_tokens = prompt.num_tokens
+        trace = Trace(stages=timer.stages)
+        trace.hits = sum(s.stored is not None for s in segments)
+        trace.misses = len(segments) - trace.hits
+        if not trace.hits:
+            logits, cache = model.prefill(prompt.input_ids)
+            trace.selected = [torch.arange(num_tokens)] * model.num_layers
+            timer.mark("recompute_s")
+            return Prefill(logits, cache, trace, prompt)
+
+        buffers = allocate(model, segments, num_tokens)
+        timer.mark("load_s")
+        place_keys(model, segments, num_tokens, buffers)
+        timer.mark("rotate_s")
+        blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
+        logits = blend.run()
+        trace.selected = blend.selected
+        trace.num_exact, trace.num_reused = blend.exact, blend.positions.numel()
+        return Prefill(logits, blend.cache, trace, prompt)
+
+
+class _Blend:
+    """One request on its way through the layers."""
+
+    def __init__(
+        self,
+        fusor: Fusor,
+        model: ReuseModel,
+        prompt: RagPrompt,
+        segments: list[Segment],
+        cache: Cache,
+        timer: StageTimer,
+    ) -> None:
+        self.fusor, self.model, self.cache, self.timer = fusor, model, cache, timer
+        self.input_ids, self.num_question = prompt.input_ids, prompt.question.numel()
+        self.num_tokens = prompt.num_tokens
+        self.exact = 0 if fusor.as_released else exact_length(segments)
+        positions, chunk, offset = reused_positions(segments, self.exact)
+        if fusor.as_released:  # the last token is forced, all others are candidates
+            inside = positions < self.num_tokens - 1
+            positions, chunk, offset = positions[inside], chunk[inside], offset[inside]
+        self.positions = positions
+        is_forced = torch.ones(self.num_tokens, dtype=torch.bool)
+        is_forced[: self.exact] = False
+        is_forced[positions] = False
+        self.forced = is_forced.nonzero()[:, 0]
+        self.view = SelectionView(
+            positions, chunk, offset, self._no_fresh_kv, self._question_attention, self._true_deviation
+        )
+        selects = fusor.selector is not None and fusor.ratio > 0 and positions.numel() > 0
+        self.selector = fusor.selector if selects else None
+        self.first = 1 if self.selector is not None and self.selector.needs_fresh_kv else 0
+        self.chosen = positions[:0]
+        self.selected: list[torch.Tensor] = []
+
+    def run(self) -> torch.Tensor:
+        """Logits [1, V]."""
+        rows = self.forced
+        if self.selector is not None:
+            if self.selector.needs_fresh_kv:
+                self.chosen = self.positions
+            else:
+                self._choose(self.view)
+            rows = self._rows()
+        self.timer.mark("check_s")
+        self._measure_from(self.first)
+        row_pass = RowPass(
+            self.model,
+            self.cache,
+            rows,
+            self.num_tokens,
+            narrow=None if self.selector is None else self._narrow,
+            bottom_right_from=1 if self.fusor.as_released else None,
+            on_layer_end=self._layer_end,
+        )
+        logits = row_pass.run(self.input_ids)
+        self.timer.mark("first_token_s")
+        self.selected = row_pass.selected
+        return logits
+
+    # -- choosing rows ----------------------------------------------------------------------------------------------
+
+    def _rows(self) -> torch.Tensor:
+        return torch.cat([self.forced, self.chosen]).sort().values
+
+    def _count(self, layer: int) -> int:
+        assert self.selector is not None
+        steps = self.model.num_layers - self.first
+        ratio = self.fusor.schedule.ratio(self.fusor.ratio, layer - self.first, steps)
+        return min(self.selector.count(self.view, ratio), self.positions.numel())
+
+    def _choose(self, view: SelectionView) -> None:
+        """The first choice, by the selector's scores."""
+        assert self.selector is not None
+        scores = self.selector.scores(view).cpu()
+        if scores.shape != self.positions.shape:
+            raise ValueError(
+                f"{self.selector!r} returned scores of shape {tuple(scores.shape)}, expected "
+                f"{tuple(self.positions.shape)}: one per candidate"
+            )
+        best = torch.topk(scores, self._count(self.first)).indices
+        self.chosen = self.positions[best.sort().values]
+
+    def _narrow(self, layer: int, rows: torch.Tensor, project: Project) -> torch.Tensor | None:
+        if layer < self.first:
+            return None
+        if layer == self.first:
+            if self.first == 0:
+                return None  # chosen before the pass
+            fresh = project()
+            is_candidate = torch.isin(rows.cpu(), self.positions)
+
+            def deviation(metric: Metric) -> torch.Tensor:
+                parts = (fresh.keys, fresh.values, fresh.stored_keys, fresh.stored_values)
+                return squared_deviation(metric, *parts).cpu()[is_candidate]
+
+            self._choose(replace(self.view, deviation=deviation))
+            self.timer.mark("check_s")
+            kept = self._rows()
+            # The pass overwrites this layer's K/V with themselves: keep the deviation the check has seen.
+            held = self.cache.layers[layer]
+            held.measure, held.deviation = None, None
+            if not isinstance(self.fusor.schedule, Constant):
+                by_position = torch.zeros(self.num_tokens)
+                by_position[self.positions] = deviation(self.fusor.measure)
+                held.deviation = by_position[kept]
+            return kept
+        count = self._count(layer)
+        if count >= self.chosen.numel():
+            return None
+        measured = self.cache.layers[layer - 1].deviation
+        assert measured is not None
+        of_chosen = measured.cpu()[torch.isin(rows.cpu(), self.chosen)]
+        self.chosen = self.chosen[torch.topk(of_chosen, count).indices.sort().values]
+        return self._rows()
+
+    def _measure_from(self, first: int) -> None:
+        """Have the cache measure the deviation of what it overwrites, where a schedule will ask for it."""
+        if self.selector is not None and not isinstance(self.fusor.schedule, Constant):
+            for held in self.cache.layers[first:-1]:
+                held.measure = self.fusor.measure
+
+    def _layer_end(self, layer: int) -> None:
+        if layer == 0 and self.first == 1:
+            self.timer.mark("check_s")
+        if layer == self.model.num_layers - 1:
+            self.timer.mark("recompute_s")
+
+    # -- what selectors may ask for ---------------------------------------------------------------------------------
+
+    def _no_fresh_kv(self, metric: Metric) -> torch.Tensor:
+        raise ValueError(
+            f"{self.selector!r} asks for the deviation without needs_fresh_kv = True: nothing is computed yet"
+        )
+
+    def _question_attention(self) -> torch.Tensor:
+        """[L, n]; one pass of the question (and what the store missed) over the reused K/V."""
+        seen: list[torch.Tensor] = []
+
+        def collect(layer: int, weights: torch.Tensor) -> None:
+            seen.append(weights[0, :, -self.num_question :].float().mean(dim=(0, 1)).cpu())
+
+        RowPass(self.model, self.cache, self.forced, self.num_tokens, trim_last=False, on_attention=collect).run(
+            self.input_ids
+        )
+        return torch.stack(seen)[:, self.positions]
+
+    def _true_deviation(self, metric: Metric) -> torch.Tensor:
+        """[L, n]; against a full prefill."""
+        _, full = self.model.prefill(self.input_ids)
+        rows = []
+        for held, true in zip(self.cache.layers, full.layers, strict=True):
+            at = self.positions.to(held.keys.device)
+            parts = (true.keys[:, :, at], true.values[:, :, at], held.keys[:, :, at], held.values[:, :, at])
+            rows.append(squared_deviation(metric, *parts).cpu())
+        return torch.stack(rows)

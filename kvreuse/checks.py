@@ -1,0 +1,128 @@
+"""The gate: may this model's K/V be moved and patched? Checked by numbers, not by name (docs/design.md, decision 7)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import DynamicCache
+
+from kvreuse import compat
+from kvreuse.errors import UnsupportedModelError
+from kvreuse.rope import rotate
+
+if TYPE_CHECKING:
+    from kvreuse.model import ReuseModel
+
+# Largest difference allowed, relative to the largest number: rounding of the type over a few dozen layers.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+_SHIFT = 37
+
+
+def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30))
+
+
+def _tolerance(model: ReuseModel) -> float:
+    if getattr(
+        model.hf, "is_quantized", False
+    ):  # activations are quantized by batch, so rows depend on each other a little
+        return 3e-1
+    return _TOLERANCE.get(model.dtype, 2e-1)
+
+
+def _random_ids(model: ReuseModel, count: int, seed: int) -> torch.Tensor:
+    high = min(int(model.config.vocab_size), 1000)
+    return torch.randint(min(10, high - 1), high, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def detect_key_rotation(model: ReuseModel) -> list[str]:
+    """Per layer ``half``, ``interleaved`` or ``none``: which rotation takes keys at positions 0.. to the keys of a
+    shifted run.
+
+    Raises:
+        UnsupportedModelError: if none does (absolute or learned positions, unknown rotary code, dynamic frequencies).
+    """
+    kinds = compat.rope_types(model.config)
+    if any("dynamic" in kind for kind in kinds):
+        raise UnsupportedModelError(
+            f"{model.name}: dynamic NTK RoPE changes its frequencies with the longest text seen so far, so stored "
+            "keys have no fixed angle to rotate from"
+        )
+    ids = _random_ids(model, 8, seed=0).to(model.device)[None]
+    caches = []
+    shifted = min(
+        _SHIFT, (compat.longrope_switch(model.config) or model.max_context) - 8
+    )  # both runs with the same frequencies
+    for shift in (0, shifted):
+        cache = DynamicCache()
+        compat.run_decoder(model.hf, ids, torch.arange(shift, shift + 8, device=model.device)[None], cache)
+        caches.append(cache)
+    found = []
+    for layer in range(model.num_layers):
+        here, there = (cache.layers[layer].keys for cache in caches)
+        table = model.rotary_table(layer, shifted + 8)
+        move = table[shifted : shifted + 8].minus(table[:8])
+        candidates = {
+            "none": here,
+            "half": rotate(here, move, interleaved=False),
+            "interleaved": rotate(here, move, interleaved=True),
+        }
+        errors = {kind: _relative_error(keys, there) for kind, keys in candidates.items()}
+        best = min(errors, key=lambda kind: errors[kind])
+        if not errors[best] <= _tolerance(model):
+            raise UnsupportedModelError(
+                f"{model.name}: layer {layer}'s keys at shifted positions are not a rotation of those at position 0 "
+                f"(relative error {errors[best]:.1e}); its positions are not rotary, or rotate in a way this library "
+                "does not know"
+            )
+        found.append(best)
+    return found
+
+
+def check_model(model: ReuseModel) -> None:
+    """Raise `UnsupportedModelError` unless reuse is right on this model.
+
+    Three numbers are compared with full prefill: one chunk at its own place gives its logits; two chunks at ratio 1
+    give its logits and K/V; a shifted chunk's layer-0 keys are those of direct rotation. Runs once per model, on a
+    few random tokens.
+    """
+    from kvreuse.blend.placement import rerotate_keys
+    from kvreuse.kv import encode_chunk
+    from kvreuse.methods import CacheBlend, FullReuse
+    from kvreuse.prompt import RagPrompt
+    from kvreuse.store import KVStore
+
+    model._checked = True
+    first, second, question = (_random_ids(model, n, seed) for n, seed in ((12, 1), (11, 2), (5, 3)))
+    limit = _tolerance(model)
+
+    def require(what: str, error: float) -> None:
+        if not error <= limit:
+            raise UnsupportedModelError(
+                f"{model.name} ({type(model.hf).__name__}, {model.dtype}): {what} differs from full prefill by "
+                f"{error:.1e} (allowed {limit:.0e}); reuse would be wrong on this model"
+            )
+
+    try:
+        one = RagPrompt([], [first], question)
+        two = RagPrompt([], [first, second], question)
+        store = KVStore("1GiB")
+        reuse, blend = FullReuse(context="bare"), CacheBlend(ratio=1.0, context="bare", schedule="constant")
+        reuse.encode(model, one, store)
+        logits, _ = model.prefill(one.input_ids)
+        require("one chunk at its own place", _relative_error(reuse.prefill(model, one, store).logits, logits))
+        blend.encode(model, two, store)
+        logits, cache = model.prefill(two.input_ids)
+        result = blend.prefill(model, two, store)
+        require("two chunks, all recomputed,", _relative_error(result.logits, logits))
+        for layer, (ours, full) in enumerate(zip(result.cache.layers, cache.layers, strict=True)):
+            require(f"layer {layer}'s keys, all recomputed,", _relative_error(ours.keys, full.keys))
+            require(f"layer {layer}'s values, all recomputed,", _relative_error(ours.values, full.values))
+        moved = rerotate_keys(model, encode_chunk(model, first[:0], second), first.numel(), two.num_tokens)
+        there = slice(first.numel(), first.numel() + second.numel())
+        require("a moved chunk's layer-0 keys", _relative_error(moved[0], cache.layers[0].keys[:, :, there]))
+    except UnsupportedModelError:
+        model._checked = False
+        raise

@@ -1,0 +1,13 @@
+"""Errors that name the value and the remedy."""
+
+
+class KVReuseError(Exception):
+    """Base of the errors that are particular to this library."""
+
+
+class UnsupportedModelError(KVReuseError):
+    """The model's keys and values cannot be moved or patched correctly; the message names model and reason."""
+
+
+class PromptTooLongError(KVReuseError, ValueError):
+    """The prompt has more tokens than the model's context."""

@@ -1,0 +1,22 @@
+"""Methods: one small file each, one interface."""
+
+from kvreuse.methods.base import ChunkReuse, ReuseMethod
+from kvreuse.methods.cacheblend import CacheBlend
+from kvreuse.methods.full_recompute import FullRecompute
+from kvreuse.methods.full_reuse import FullReuse
+from kvreuse.methods.legolink import LegoLink
+from kvreuse.methods.map_reduce import MapReduce
+from kvreuse.methods.map_rerank import MapRerank
+from kvreuse.methods.prefix_caching import PrefixCaching
+
+__all__ = [
+    "CacheBlend",
+    "ChunkReuse",
+    "FullRecompute",
+    "FullReuse",
+    "LegoLink",
+    "MapReduce",
+    "MapRerank",
+    "PrefixCaching",
+    "ReuseMethod",
+]

@@ -1,0 +1,116 @@
+"""`ReuseMethod`: the one interface of all methods; `ChunkReuse`: the methods that put stored chunk K/V anywhere."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from kvreuse.blend.fusor import Fusor
+from kvreuse.blend.plan import Segment, chunk_segments, look_up
+from kvreuse.kv import ChunkEncoder, ChunkKV, EncoderContext, encode_chunk
+from kvreuse.results import Answer, Prefill
+from kvreuse.store import KVStore
+from kvreuse.timing import StageTimer
+
+if TYPE_CHECKING:
+    from kvreuse.model import ReuseModel
+    from kvreuse.prompt import RagPrompt
+
+
+class ReuseMethod(ABC):
+    """A way to prefill a RAG prompt.
+
+    Subclasses are frozen dataclasses: the object is the configuration, its repr the name.
+    """
+
+    @property
+    def label(self) -> str:
+        """A short name for plots."""
+        return type(self).__name__
+
+    @abstractmethod
+    def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
+        """Offline: compute and store what `prefill` will reuse. Returns the seconds it took."""
+
+    @abstractmethod
+    def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
+        """Prefill the prompt, up to the logits of the first new token."""
+
+    def answer(
+        self,
+        model: ReuseModel,
+        prompt: RagPrompt,
+        store: KVStore,
+        max_new_tokens: int = 32,
+        stop: str | None = None,
+    ) -> Answer:
+        """Prefill and continue greedily (see `ReuseModel.generate`)."""
+        return model.generate(self.prefill(model, prompt, store), max_new_tokens, stop)
+
+    def require_store(self, store: KVStore | None) -> KVStore:
+        """The store, or an error that says to give one."""
+        if not isinstance(store, KVStore):
+            raise TypeError(f"{self!r} reuses stored K/V and was given store={store!r}: pass kr.KVStore()")
+        return store
+
+
+def encode_segment(model: ReuseModel, segment: Segment) -> ChunkKV:
+    """Compute one segment's K/V."""
+    return encode_chunk(model, segment.context, segment.ids, segment.start, segment.long_rope)
+
+
+def encode_missing(model: ReuseModel, segments: list[Segment], store: KVStore) -> float:
+    """Compute and store K/V of the segments the store does not have; seconds."""
+    started = time.perf_counter()
+    fingerprint = model.fingerprint()
+    for segment in segments:
+        key = segment.key(fingerprint)
+        if key not in store:
+            store.put(key, encode_segment(model, segment))
+    return time.perf_counter() - started
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise unless ``ratio`` is a fraction in [0, 1]."""
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio={ratio}: the recompute ratio is a fraction in [0, 1] (0 reuses all, 1 recomputes all)")
+
+
+class ChunkReuse(ReuseMethod):
+    """Reuses chunk K/V at any place of the prompt. A new method overrides `fusor`, and that is all.
+
+    A chunk the store does not have is recomputed with the prompt, whole, and then computed and stored for the next
+    request, behind the first token (stage ``encode_s``).
+    """
+
+    context: EncoderContext
+
+    @abstractmethod
+    def fusor(self) -> Fusor:
+        """What is recomputed, and how."""
+
+    def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:
+        """The parts of the prompt that may be reused."""
+        return chunk_segments(model, prompt, ChunkEncoder(self.context))
+
+    def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
+        """Compute and store K/V of the prompt's prefix and chunks, each on its own; seconds."""
+        model.require_supported()
+        model.check_prompt(prompt)
+        return encode_missing(model, self.segments(model, prompt), self.require_store(store))
+
+    def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
+        """Prefill from stored chunk K/V; what is recomputed is in ``result.trace``."""
+        store = self.require_store(store)
+        model.require_supported()
+        model.check_prompt(prompt)
+        fingerprint = model.fingerprint()
+        timer = StageTimer(model.device)
+        segments = look_up(self.segments(model, prompt), fingerprint, store)
+        timer.mark("lookup_s")
+        result = self.fusor().prefill(model, prompt, segments, timer)
+        missing = [s for s in segments if s.stored is None]
+        if missing:
+            result.trace.stages["encode_s"] = encode_missing(model, missing, store)
+        return result

@@ -1,0 +1,75 @@
+"""What a method returns: the prefilled prompt with its trace, and the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import Cache
+
+if TYPE_CHECKING:
+    from kvreuse.prompt import RagPrompt
+
+TTFT_STAGES = (
+    "lookup_s",
+    "load_s",
+    "rotate_s",
+    "check_s",
+    "map_prefill_s",
+    "map_decode_s",
+    "recompute_s",
+    "first_token_s",
+)
+
+
+@dataclass
+class Trace:
+    """What a prefill did.
+
+    ``selected``: per layer, the sorted positions whose K/V were recomputed there (question included) [n_l].
+    ``stages``: seconds per stage; those of `TTFT_STAGES` make up the TTFT, ``encode_s`` (chunks computed for next
+    time) does not. ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V
+    are exact. ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
+    """
+
+    selected: list[torch.Tensor] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)
+    hits: int = 0
+    misses: int = 0
+    num_exact: int = 0
+    num_reused: int = 0
+
+
+@dataclass
+class Prefill:
+    """A prompt that is ready to be continued.
+
+    ``logits`` [B, V]: for the first new token. ``cache``: a transformers Cache of the whole prompt; hand it on
+    with ``model.hf.generate(**model.generate_inputs(result))``.
+    """
+
+    logits: torch.Tensor
+    cache: Cache
+    trace: Trace
+    prompt: RagPrompt
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from "prompt and chunk ids known" to "first token known"."""
+        return sum(self.trace.stages.get(name, 0.0) for name in TTFT_STAGES)
+
+    @property
+    def first_token(self) -> int:
+        """The greedy first token."""
+        return int(self.logits[0].argmax())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer: ``text``, ``token_ids`` (without the end token), ``ttft_s``, and seconds per stage."""
+
+    text: str
+    token_ids: list[int]
+    ttft_s: float
+    stages: dict[str, float]

@@ -1,0 +1,82 @@
+"""Storage tiers. One tier keeps entries up to a number of bytes and evicts the least recently used."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+
+from kvreuse.kv import ChunkKV
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of a size like ``"2GiB"``, ``"500MB"`` or ``1024``."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        number, unit = float(size), ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", str(size), flags=re.IGNORECASE)
+        if match is None:
+            raise ValueError(f"size {size!r} is not understood: write it like '2GiB', '500MB' or a number of bytes")
+        number, unit = float(match[1]), (match[2] or "").lower()
+    if number <= 0:
+        raise ValueError(f"size {size!r}: a tier needs room for at least one byte")
+    return int(number * _UNITS[unit])
+
+
+class MemoryTier:
+    """Entries in main memory. Not thread-safe by itself: `KVStore` holds the lock."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_bytes = 0
+        self.evictions = 0
+        self._entries: OrderedDict[str, ChunkKV] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def all_keys(self) -> list[str]:
+        """All keys, least recently used first."""
+        return list(self._entries)
+
+    def get(self, key: str) -> ChunkKV | None:
+        """The entry, now the most recently used, or None."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: str, entry: ChunkKV) -> bool:
+        """Keep an entry; evicts as needed. False if it is larger than the whole tier."""
+        if entry.num_bytes > self.capacity_bytes:
+            return False
+        self.delete(key)
+        while self.num_bytes + entry.num_bytes > self.capacity_bytes:
+            self.delete(next(iter(self._entries)))
+            self.evictions += 1
+        self._entries[key] = entry
+        self.num_bytes += entry.num_bytes
+        return True
+
+    def delete(self, key: str) -> bool:
+        """Drop an entry; False if there is none."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        self.num_bytes -= entry.num_bytes
+        return True
