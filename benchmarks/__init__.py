@@ -1,0 +1,1 @@
+"""Speed, measured: scripts that print and save what they find."""

@@ -1,0 +1,126 @@
+"""Time to first token of every method on one RAG prompt of six 512-token chunks, split by stage.
+
+    python -m benchmarks.ttft [--model demo] [--chunks 6] [--chunk-tokens 512] [--ratio 0.15] [--repeats 7] [--threads N]
+
+Chunks are cut from MuSiQue contexts (`KVREUSE_DATA`, else ../shared/data, else the small set in data/, repeated as needed).
+K/V are in memory. All methods are warmed up, then timed in interleaved rounds; medians and quartiles over rounds; the
+speed-up is the median of the rounds' own ratios, so that a slow round slows both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+import kvreuse as kr
+from experiments.datasets import load_dataset
+from kvreuse.results import TTFT_STAGES
+
+
+def build_prompt(model: kr.ReuseModel, num_chunks: int, chunk_tokens: int) -> tuple[kr.RagPrompt, str]:
+    """One prompt of equal chunks cut from running MuSiQue text, and where the text comes from."""
+    dataset = load_dataset("musique", limit=20)
+    case, task = dataset.cases[0], dataset.task
+    text = " ".join(document.text for c in dataset.cases for document in c.documents)
+    tokens = model.tokenize(text)
+    needed = num_chunks * chunk_tokens
+    tokens = tokens.repeat(-(-needed // tokens.numel()))[:needed]
+    question = task.question_template.format(question=case.question)
+    frame = kr.RagPrompt.from_texts(model, system=task.system, chunks=["-"], question=question)
+    return kr.RagPrompt(frame.prefix, list(tokens.split(chunk_tokens)), frame.question), dataset.source
+
+
+def methods(ratio: float) -> list[kr.ReuseMethod]:
+    """What is timed; the first is the reference."""
+    return [
+        kr.FullRecompute(),
+        kr.PrefixCaching(insert=False),
+        kr.FullReuse(context="bare"),
+        kr.FullReuse(context="prefix"),
+        kr.CacheBlend(ratio=ratio, schedule="constant", context="bare"),
+        kr.CacheBlend(ratio=ratio, schedule="gradual", context="bare"),
+        kr.CacheBlend(ratio=ratio, schedule="constant", context="prefix"),
+        kr.CacheBlend(ratio=ratio, schedule="gradual", context="prefix"),
+        kr.LegoLink(k=16, context="bare"),
+    ]
+
+
+def main() -> None:
+    """Measure, print the table, save the rounds as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ttft.json"))
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    model = kr.load_model(args.model, device=args.device)
+    prompt, source = build_prompt(model, args.chunks, args.chunk_tokens)
+    store = kr.KVStore("8GiB")
+    timed = methods(args.ratio)
+    encode_s = {repr(m): m.encode(model, prompt, store) for m in tqdm(timed, desc="encoding and warm-up", leave=False)}
+    for method in timed:
+        method.prefill(model, prompt, store)
+    rounds: list[dict[str, dict[str, float]]] = []
+    for number in tqdm(range(args.repeats), desc="rounds"):
+        shift = number % len(timed)
+        rounds.append({repr(m): _stages(m.prefill(model, prompt, store)) for m in timed[shift:] + timed[:shift]})
+
+    header = {
+        "model": model.name,
+        "prompt": repr(prompt),
+        "source": source,
+        "device": str(model.device),
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvreuse": kr.__version__},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"header": header, "encode_s": encode_s, "rounds": rounds}, indent=1))
+    print(json.dumps(header))
+    print(table(timed, rounds))
+    print(f"rounds saved to {args.out}")
+
+
+def _stages(result: kr.Prefill) -> dict[str, float]:
+    return {"ttft_s": result.ttft_s, **{k: v for k, v in result.trace.stages.items() if k in TTFT_STAGES}}
+
+
+def table(timed: list[kr.ReuseMethod], rounds: list[dict[str, dict[str, float]]]) -> str:
+    """Medians over rounds, milliseconds; the speed-up over the first method is paired within rounds."""
+    stages = [name for name in TTFT_STAGES if any(name in r[repr(m)] for r in rounds for m in timed)]
+    heads = ["method", "TTFT ms", "quartiles", "speed-up", *(s.removesuffix("_s") for s in stages)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for method in timed:
+        name = repr(method)
+        total = [r[name]["ttft_s"] for r in rounds]
+        ratio = statistics.median(r[repr(timed[0])]["ttft_s"] / r[name]["ttft_s"] for r in rounds)
+        low, _, high = statistics.quantiles(total, n=4) if len(total) > 1 else (total[0],) * 3
+        split = [statistics.median(r[name].get(s, 0.0) for r in rounds) * 1e3 for s in stages]
+        cells = [_short(name), f"{statistics.median(total) * 1e3:.0f}", f"{low * 1e3:.0f}-{high * 1e3:.0f}"]
+        lines.append("| " + " | ".join([*cells, f"{ratio:.2f}", *(f"{ms:.0f}" for ms in split)]) + " |")
+    return "\n".join(lines)
+
+
+def _short(name: str) -> str:
+    for default in (", selector=None", ", as_released=False", ", position='rotate'", ", metric='kv'", ", offline_chunks=1"):
+        name = name.replace(default, "")
+    return name
+
+
+if __name__ == "__main__":
+    main()
