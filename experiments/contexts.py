@@ -1,0 +1,70 @@
+"""Which chunks a case's prompt gets: paragraphs, retrieved pieces, few-shot groups, or the texts to summarise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from experiments.dataset_types import seeded_order
+from experiments.datasets import Case, Dataset, paragraph_chunks
+from kvreuse.model import ReuseModel
+
+ContextMode = Literal["auto", "paragraphs", "retrieve"]
+Chunker = Callable[[Case], list[str]]
+
+
+def resolve_context(dataset: Dataset, mode: str) -> str:
+    """The mode that is used, as the header names it.
+
+    ``auto`` takes paragraphs where the dataset marks the gold ones and retrieves elsewhere. SAMSum's chunks are its
+    few-shot groups and MultiNews's the first pieces of its texts, whatever the mode.
+    """
+    if mode not in get_args(ContextMode):
+        raise ValueError(f"context={mode!r}: choose one of {', '.join(get_args(ContextMode))}")
+    if dataset.task.kind == "few_shot":
+        return "few-shot groups"
+    if dataset.task.kind == "summary":
+        return "first pieces"
+    if mode == "auto":
+        marked = any(document.gold is not None for case in dataset.cases for document in case.documents)
+        mode = "paragraphs" if marked else "retrieve"
+    return mode
+
+
+def make_chunker(
+    dataset: Dataset, model: ReuseModel, context: str, num_chunks: int, chunk_tokens: int, seed: int
+) -> Chunker:
+    """A function from a case to its chunk texts, at most ``num_chunks`` unless there are more gold paragraphs.
+
+    Retrieval is the paper's (7.1): the texts of all loaded cases are one database, cut into pieces of at most
+    ``chunk_tokens`` tokens; those nearest to the question by L2 distance of embeddings are taken, in a random order.
+    """
+    if context == "paragraphs":
+        return lambda case: paragraph_chunks(case, num_chunks, seed)
+    if context == "few-shot groups":
+        return lambda case: [case.chunk_text(document) for document in case.documents[:num_chunks]]
+    if context == "first pieces":
+        return lambda case: _pieces(case, model, chunk_tokens)[:num_chunks]
+    return _retriever(dataset, model, num_chunks, chunk_tokens, seed)
+
+
+def _pieces(case: Case, model: ReuseModel, chunk_tokens: int) -> list[str]:
+    """Every document of the case, cut where it is longer than ``chunk_tokens``."""
+    from kvreuse.retrieval import split_text
+
+    return [p for document in case.documents for p in split_text(case.chunk_text(document), model, chunk_tokens)]
+
+
+def _retriever(dataset: Dataset, model: ReuseModel, num_chunks: int, chunk_tokens: int, seed: int) -> Chunker:
+    from kvreuse.retrieval import ChunkIndex, Embedder, split_text
+
+    # A case's paragraphs are joined before they are cut: alone, most are far shorter than a chunk.
+    texts = ["\n".join(case.chunk_text(document) for document in case.documents) for case in dataset.cases]
+    pieces = list(dict.fromkeys(piece for text in texts for piece in split_text(text, model, chunk_tokens)))
+    index = ChunkIndex.build(pieces, Embedder("demo"))
+
+    def nearest(case: Case) -> list[str]:
+        found = [hit.text for hit in index.search(case.question, num_chunks)]
+        return seeded_order(found, seed, case.case_id, "retrieved")
+
+    return nearest

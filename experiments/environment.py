@@ -1,0 +1,43 @@
+"""What a results file says about where it was made."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+import transformers
+
+import kvreuse
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that results depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kvreuse": kvreuse.__version__,
+    }
+
+
+def git_commit() -> str | None:
+    """The repository's commit, with "+changes" if files differ from it; None outside a repository."""
+    commit = _git("rev-parse", "HEAD")
+    return commit and commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

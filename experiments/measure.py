@@ -1,0 +1,127 @@
+"""One method on one case: TTFT, answer, divergence from full recompute, likelihood of the gold answer."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import kvreuse as kr
+from experiments.datasets import Case
+from kvreuse.metrics import answer_nll, kl_divergence
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A case ready to be measured: its prompt, and how its answer is made and scored."""
+
+    case: Case
+    prompt: kr.RagPrompt
+    gold: list[int]
+    max_new_tokens: int
+    stop: str | None
+    score_tokens: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full recompute's greedy answer (its first tokens) and the log-probabilities [T, V] it gives them."""
+
+    token_ids: list[int]
+    logprobs: torch.Tensor
+
+
+def gold_ids(model: kr.ReuseModel, prompt: kr.RagPrompt, answer: str) -> list[int]:
+    """The gold answer's token ids as they follow this prompt.
+
+    With a space before it, as in running text, unless the prompt's last token is special or ends in white space (chat
+    templates end in "assistant" and a newline).
+    """
+    last = model.decode(prompt.question[-1:])
+    space = " " if last and not last[-1].isspace() else ""
+    return [int(t) for t in model.tokenize(space + answer.strip())]
+
+
+def method_names(methods: Sequence[kr.ReuseMethod]) -> dict[str, str]:
+    """From a method's repr to a name for tables and plots: label and encoder context; the repr where names collide."""
+    names = {}
+    for method in methods:
+        context = getattr(method, "context", None)
+        names[repr(method)] = f"{method.label} ({context})" if context else method.label
+    count = Counter(names.values())
+    return {key: name if count[name] == 1 else key for key, name in names.items()}
+
+
+def measure(
+    method: kr.ReuseMethod,
+    model: kr.ReuseModel,
+    m: Measurement,
+    store: kr.KVStore,
+    reference: Reference | None,
+) -> tuple[dict[str, Any], Reference | None]:
+    """One raw record (JSON values), and what other methods are compared with if this is full recompute.
+
+    ``kl`` is nats per token over the reference's answer (over its first token's place if that answer is empty), ``nll``
+    nats per token of the first gold answer. ``recomputed_tokens`` is the mean over layers of the context tokens whose
+    K/V were recomputed. What a method does not have is None.
+    """
+    record: dict[str, Any] = {
+        "case_id": m.case.case_id,
+        "method": repr(method),
+        "gold": list(m.case.answers),
+        "prompt_tokens": m.prompt.num_tokens,
+        "question_tokens": m.prompt.question.numel(),
+        "num_chunks": len(m.prompt.chunks),
+        **dict.fromkeys(_UNKNOWN),
+        "error": None,
+    }
+    if isinstance(method, kr.MapRerank):  # chooses among finished answers: there are no logits to compare
+        answer = method.answer(model, m.prompt, store, m.max_new_tokens, m.stop)
+        return record | _answer_fields(answer), None
+    result = method.prefill(model, m.prompt, store)
+    answer = model.generate(result, m.max_new_tokens, m.stop)
+    record |= _answer_fields(answer) | _trace_fields(result, m.prompt)
+    record["nll"] = answer_nll(model.score(result, m.gold), m.gold)
+    if isinstance(method, kr.FullRecompute):
+        ids = (answer.token_ids or [result.first_token])[: m.score_tokens]
+        return record | {"kl": 0.0}, Reference(ids, model.score(result, ids))
+    if reference is not None:
+        record["kl"] = kl_divergence(reference.logprobs, model.score(result, reference.token_ids))
+    return record, None
+
+
+def ttft(method: kr.ReuseMethod, model: kr.ReuseModel, m: Measurement, store: kr.KVStore) -> float:
+    """One more TTFT measurement, in seconds."""
+    if isinstance(method, kr.MapRerank):
+        return method.answer(model, m.prompt, store, m.max_new_tokens, m.stop).ttft_s
+    return method.prefill(model, m.prompt, store).ttft_s
+
+
+_UNKNOWN = ("kl", "nll", "num_reused", "num_exact", "recomputed_tokens", "hits", "misses")
+
+
+def _answer_fields(answer: kr.Answer) -> dict[str, Any]:
+    return {
+        "ttft_s": answer.ttft_s,
+        "stages": answer.stages,
+        "answer": answer.text,
+        "answer_tokens": len(answer.token_ids),
+    }
+
+
+def _trace_fields(result: kr.Prefill, prompt: kr.RagPrompt) -> dict[str, Any]:
+    if result.prompt is not prompt:  # MapReduce goes on from a shorter prompt: a share of this one has no meaning
+        return {}
+    trace = result.trace
+    question = prompt.question.numel()
+    return {
+        "num_reused": trace.num_reused,
+        "num_exact": trace.num_exact,
+        "recomputed_tokens": statistics.fmean(len(s) - question for s in trace.selected),
+        "hits": trace.hits,
+        "misses": trace.misses,
+    }

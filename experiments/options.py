@@ -1,0 +1,219 @@
+"""The command line that the figures share: options, presets, and the order run, table, picture."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import kvreuse as kr
+from experiments.datasets import DATASET_NAMES
+from experiments.results import Results, find_results, read_results
+from experiments.runner import RunConfig, load_model, run, say
+from experiments.tables import Table, make_table
+
+try:
+    import typer
+except ImportError:
+    sys.exit("the experiments' command line needs typer: pip install 'kvreuse[experiments]'")
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One figure: its name, what it shows, the methods it runs, and how its tables are drawn."""
+
+    name: str
+    shows: str
+    methods: tuple[kr.ReuseMethod, ...]
+    draw: Callable[[list[Table], bool], Figure]
+    datasets: tuple[str, ...] = ("musique", "2wikimqa", "samsum", "multinews")
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings for what the command line leaves open; None leaves it to the figure or `RunConfig`."""
+
+    model: str = "demo"
+    datasets: tuple[str, ...] | None = None
+    limit: int | None = 20
+    context: str = "auto"
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    max_new_tokens: int | None = None
+    score_tokens: int = 128
+    quantization: str | None = None
+    small: bool = False
+
+
+PRESETS: Mapping[str, Preset] = {
+    "default": Preset(),
+    # Minutes on two CPU cores.
+    "demo": Preset(datasets=("musique", "2wikimqa"), limit=5, max_new_tokens=16),
+    # Section 7.1: six retrieved chunks of 512 tokens. A GPU's work.
+    "paper": Preset(model="mistralai/Mistral-7B-Instruct-v0.2", limit=None, context="retrieve"),
+    "smoke": Preset(limit=2, max_new_tokens=8, score_tokens=16, num_chunks=2, chunk_tokens=128, small=True),
+}
+
+
+def preset_named(name: str) -> Preset:
+    """The preset of that name, or a ValueError that lists them."""
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def configurations(experiment: Experiment, preset: Preset, given: Mapping[str, Any]) -> list[RunConfig]:
+    """One configuration per dataset; what was ``given`` on the command line (not None) comes before the preset."""
+    settings = {f.name: getattr(preset, f.name) for f in fields(preset) if f.name != "datasets"}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    datasets = settings.pop("dataset", None)
+    if settings["limit"] == 0:
+        settings["limit"] = None
+    if given.get("data_dir") is not None:
+        settings["small"] = False
+    names = datasets.split(",") if datasets else preset.datasets or experiment.datasets
+    return [
+        RunConfig(figure=experiment.name, dataset=name.strip(), methods=experiment.methods, **settings)
+        for name in names
+    ]
+
+
+def run_experiment(
+    experiment: Experiment,
+    configs: list[RunConfig],
+    results: Path,
+    figures: Path,
+    *,
+    force: bool = False,
+    plot_only: bool = False,
+    paper: bool = False,
+    records: Sequence[Path] = (),
+) -> list[Path]:
+    """Run what is missing, print the tables, save them (.md, .csv) and the picture (.png); returns those paths.
+
+    After Ctrl-C the tables and the picture show what there is. With ``records`` nothing is run and those files are
+    drawn, whatever configuration made them.
+
+    Raises:
+        FileNotFoundError: with ``plot_only``, and there are no results of these configurations.
+    """
+    load = functools.cache(lambda: load_model(configs[0]))
+    stopped = False
+    if not (plot_only or records):
+        try:
+            for config in configs:
+                run(config, results, load, force)
+        except KeyboardInterrupt:
+            stopped = True
+            say("stopped: what is done is kept, the same command continues it")
+    paths = records or [path for c in configs if (path := find_results(results / c.file_name))]
+    found = [(path, read_results(path)) for path in paths]
+    tables = [table for path, data in found if (table := _table(experiment, path, data)) is not None]
+    if not tables and not stopped:
+        names = ", ".join(str(results / c.file_name) for c in configs)
+        raise FileNotFoundError(f"no results to draw: {names} not there or without a complete case; run it first")
+    saved = _save(experiment, tables, figures, paper) if tables else []
+    if stopped:
+        raise KeyboardInterrupt
+    return saved
+
+
+def _table(experiment: Experiment, path: Path, data: Results) -> Table | None:
+    table = make_table(data)
+    if table is None:
+        say(f"{path}: no complete case yet")
+    elif not data.complete:
+        say(f"{path}: unfinished, {table.num_cases} of {data.header['num_cases']} cases")
+    return table
+
+
+def _save(experiment: Experiment, tables: list[Table], figures: Path, paper: bool) -> list[Path]:
+    figures.mkdir(parents=True, exist_ok=True)
+    header = tables[0].header
+    small = ["small"] if header["source"] == "small set" else []
+    parts = [experiment.name, Path(header["model"]).name, *(t.dataset for t in tables), *small]
+    stem = figures / "-".join([*parts, f"n{max(t.num_cases for t in tables)}"])
+    texts = [table.markdown(experiment.columns) for table in tables]
+    if paper:
+        from experiments.paper_values import markdown
+
+        texts.append(markdown())
+    print("\n\n".join(table.text(experiment.columns) for table in tables))
+    paths = [Path(f"{stem}.{suffix}") for suffix in ("md", "csv", "png")]
+    paths[0].write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    import pandas as pd
+
+    pd.concat([table.frame.assign(dataset=table.dataset) for table in tables]).to_csv(paths[1], index=False)
+    experiment.draw(tables, paper).savefig(paths[2], dpi=200)
+    print(f"\nall columns  {paths[0]}\n             {paths[1]}\nfigure       {paths[2]}")
+    return paths
+
+
+def command(experiment: Experiment) -> Callable[..., None]:
+    """The typer command of one figure."""
+
+    def main(
+        model: Annotated[str | None, typer.Option(help="demo, a hub id or a folder [demo]")] = None,
+        dataset: Annotated[str | None, typer.Option(help=f"some of {','.join(DATASET_NAMES)}")] = None,
+        limit: Annotated[int | None, typer.Option(help="cases per dataset [20]; 0 takes all")] = None,
+        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
+        device: Annotated[str | None, typer.Option(help="cuda, cpu, ... [a GPU if there is one]")] = None,
+        dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
+        quantization: Annotated[str | None, typer.Option(help="8bit or 4bit, with bitsandbytes")] = None,
+        threads: Annotated[int | None, typer.Option(help="threads of PyTorch on the CPU")] = None,
+        context: Annotated[str | None, typer.Option(help="auto, paragraphs or retrieve [auto]")] = None,
+        num_chunks: Annotated[int | None, typer.Option(help="chunks of a prompt [6]")] = None,
+        chunk_tokens: Annotated[int | None, typer.Option(help="most tokens of a cut piece [512]")] = None,
+        max_new_tokens: Annotated[int | None, typer.Option(help="of an answer [the task's: 32, 128 or 512]")] = None,
+        repeats: Annotated[int | None, typer.Option(help="TTFT measurements per case and method [1]")] = None,
+        seed: Annotated[int | None, typer.Option(help="of the sample of cases and chunks [0]")] = None,
+        preset: Annotated[str, typer.Option(help=f"defaults of the above: {', '.join(PRESETS)}")] = "default",
+        smoke: Annotated[bool, typer.Option("--smoke", help="everything on two cases, in a minute")] = False,
+        records: Annotated[list[Path] | None, typer.Option(help="draw these files; run nothing")] = None,
+        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
+        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
+        paper: Annotated[bool, typer.Option("--paper", help="add the paper's own values")] = False,
+        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
+        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+    ) -> None:
+        given = {
+            **{"model": model, "dataset": dataset, "limit": limit, "device": device, "dtype": dtype},
+            **{"data_dir": None if data_dir is None else str(data_dir), "quantization": quantization},
+            **{"threads": threads, "context": context, "num_chunks": num_chunks, "chunk_tokens": chunk_tokens},
+            **{"max_new_tokens": max_new_tokens, "repeats": repeats, "seed": seed},
+        }
+        try:
+            configs = configurations(experiment, preset_named("smoke" if smoke else preset), given)
+            settings: Any = {"force": force, "plot_only": plot_only, "paper": paper, "records": records or ()}
+            run_experiment(experiment, configs, out, figures, **settings)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
+            _fail(error)
+
+    main.__doc__ = experiment.shows
+    return main
+
+
+def _fail(error: Exception) -> NoReturn:
+    """One line for a wrong argument; KVREUSE_DEBUG=1 shows where it came from."""
+    if os.environ.get("KVREUSE_DEBUG"):
+        raise error
+    sys.exit(f"error: {error}")
+
+
+def app_for(experiment: Experiment) -> typer.Typer:
+    """One figure's command line."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=experiment.shows)(command(experiment))
+    return app

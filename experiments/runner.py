@@ -1,0 +1,271 @@
+"""The shared runner: one model, one dataset, some methods; one raw record per case and method."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import re
+import statistics
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvreuse as kr
+from experiments.contexts import make_chunker, resolve_context
+from experiments.datasets import Case, Dataset, load_dataset
+from experiments.environment import git_commit, versions
+from experiments.measure import Measurement, Reference, gold_ids, measure, method_names, ttft
+from experiments.results import RecordWriter, partial_path, read_results
+
+STORE_BYTES = "64GiB"  # a bound for one case's chunks; it never takes more than they need
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run computes; its repr is the configuration in the header, its hash part of the file's name.
+
+    Args:
+        figure: which script runs it.
+        model: "demo", a hub id or a folder.
+        dataset: a name of `experiments.datasets`.
+        methods: in the order of the table; `FullRecompute` first, as the reference of KL divergence.
+        limit: at most this many cases.
+        small: take the project's own small set whatever else is there.
+        context: ``auto``, ``paragraphs`` or ``retrieve`` (`experiments.contexts`).
+        num_chunks, chunk_tokens: chunks of a prompt, and a piece's most tokens where texts are cut.
+        max_new_tokens: of an answer; the task's own limit if None.
+        score_tokens: KL divergence and likelihood are taken over at most this many tokens of an answer.
+        repeats: TTFT measurements per case and method; their median is recorded.
+        device, dtype, quantization, threads: as in `kr.load_model`; threads of PyTorch.
+    """
+
+    figure: str
+    model: str
+    dataset: str
+    methods: tuple[kr.ReuseMethod, ...]
+    limit: int | None = None
+    small: bool = False
+    data_dir: str | None = None
+    context: str = "auto"
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    max_new_tokens: int | None = None
+    score_tokens: int = 128
+    repeats: int = 1
+    device: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("methods is empty: give at least one method to run")
+        if len(set(map(repr, self.methods))) < len(self.methods):
+            raise ValueError("methods has one configuration twice: each is run once per case")
+        for name in ("num_chunks", "chunk_tokens", "max_new_tokens", "score_tokens", "repeats", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+    @property
+    def file_name(self) -> str:
+        """Readable, and different for every configuration."""
+        model = re.sub(r"[^A-Za-z0-9.]+", "-", Path(self.model).name).strip("-") or "model"
+        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:8]
+        return f"{self.figure}-{self.dataset}-{model}-{digest}.jsonl"
+
+
+def run(
+    config: RunConfig,
+    folder: Path,
+    load: Callable[[], kr.ReuseModel] | None = None,
+    force: bool = False,
+    dataset: Dataset | None = None,
+) -> Path:
+    """Run what is missing of ``config`` and return its results file.
+
+    A complete file is kept as it is, a partial one continued if model, data, versions and machine are still the same.
+
+    Args:
+        folder: of the results files.
+        load: gives the model; `kr.load_model` with the configuration's settings if None.
+        force: run everything again.
+        dataset: cases of your own, under a name of their own; those of ``config.dataset`` if None.
+    """
+    path = folder / config.file_name
+    if path.is_file() and not force:
+        say(f"{config.dataset}: {path} is complete ({read_results(path).header['date']}); --force runs it again")
+        return path
+    dataset = dataset or _load_dataset(config)
+    model = load() if load is not None else load_model(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    context = resolve_context(dataset, config.context)
+    header = _header(config, dataset, model, context)
+    chunker = make_chunker(dataset, model, context, config.num_chunks, config.chunk_tokens, config.seed)
+    resumable = partial_path(path).is_file() and not force
+    with RecordWriter(path, header, [repr(m) for m in config.methods], force) as writer:
+        if resumable:
+            say(f"{config.dataset}: continuing, {len(writer.done)} of {len(dataset.cases)} cases are there")
+        _run_cases(config, dataset, model, chunker, writer)
+        return writer.finish()
+
+
+def load_model(config: RunConfig) -> kr.ReuseModel:
+    """The configuration's model."""
+    settings: Any = {"device": config.device, "dtype": config.dtype, "quantization": config.quantization}
+    return kr.load_model(config.model, **settings)
+
+
+def say(text: str) -> None:
+    """One line on stderr, for people; stdout is for tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _load_dataset(config: RunConfig) -> Dataset:
+    if config.small:
+        from experiments.small_sets import load_small_set
+
+        return load_small_set(config.dataset, config.limit, config.seed)
+    return load_dataset(config.dataset, data_dir=config.data_dir, limit=config.limit, seed=config.seed)
+
+
+def _run_cases(
+    config: RunConfig,
+    dataset: Dataset,
+    model: kr.ReuseModel,
+    chunker: Callable[[Case], list[str]],
+    writer: RecordWriter,
+) -> None:
+    from tqdm import tqdm
+
+    warm, skipped, failed = False, 0, 0
+    with tqdm(total=len(dataset.cases), initial=len(writer.done), desc=dataset.name, unit="case") as bar:
+        for number, case in enumerate(dataset.cases):
+            if case.case_id in writer.done:
+                continue
+            measurement = _prepare(config, dataset, model, chunker(case), case)
+            needed = measurement.prompt.num_tokens + max(measurement.max_new_tokens, len(measurement.gold))
+            if needed > model.max_context:
+                skipped += 1
+                reason = f"prompt and answer need {needed} tokens, {model.name} takes {model.max_context}"
+                writer.write({"case_id": case.case_id, "skipped": reason})
+            else:
+                failed += not _record_case(config, model, measurement, writer, number, warm)
+                warm = True
+            bar.update()
+    if skipped:
+        say(f"{dataset.name}: {skipped} of {len(dataset.cases)} cases are too long for {model.name} and were skipped")
+    if failed:
+        say(f"{dataset.name}: {failed} cases failed; their records say why, and they are not in the tables")
+
+
+def _prepare(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, chunks: list[str], case: Case) -> Measurement:
+    task = dataset.task
+    question = task.question_template.format(question=case.question)
+    prompt = kr.RagPrompt.from_texts(model, system=task.system, chunks=chunks, question=question)
+    gold = gold_ids(model, prompt, case.answers[0])[: config.score_tokens]
+    return Measurement(case, prompt, gold, config.max_new_tokens or task.max_new_tokens, task.stop, config.score_tokens)
+
+
+def _record_case(
+    config: RunConfig,
+    model: kr.ReuseModel,
+    measurement: Measurement,
+    writer: RecordWriter,
+    number: int,
+    warm: bool,
+) -> bool:
+    """Write one case's records as they come; False if it failed. The first case's failure ends the run."""
+    missing = {repr(m): None for m in config.methods}
+    try:
+        for record in _measure_case(config, model, measurement, number, warm):
+            writer.write(record)
+            del missing[record["method"]]
+    except Exception as error:  # out of memory on one long prompt, say, must not end an hour's run
+        if not warm:
+            raise
+        for name in missing:
+            text = f"{type(error).__name__}: {error}"
+            writer.write({"case_id": measurement.case.case_id, "method": name, "error": text})
+    return not missing
+
+
+def _measure_case(
+    config: RunConfig, model: kr.ReuseModel, measurement: Measurement, number: int, warm: bool
+) -> Iterator[dict[str, Any]]:
+    """Records of one case, one per method, as they come.
+
+    Chunks are encoded before anything is timed, each kind of encoding into its own store: methods that reuse the
+    same chunks share them and their encoding time. The order of methods rotates from case to case, behind full
+    recompute, whose answer the others are compared with. Unless ``warm``, each runs once unrecorded before that.
+    """
+    stores: dict[Hashable, kr.KVStore] = {}
+    encode_s: dict[Hashable, float] = {}
+    for method in config.methods:
+        kind = _encoding(method)
+        if kind not in stores:
+            stores[kind] = kr.KVStore(STORE_BYTES)
+            encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
+    turn = number % len(config.methods)
+    order = [*config.methods[turn:], *config.methods[:turn]]
+    order.sort(key=lambda m: not isinstance(m, kr.FullRecompute))
+    timed: dict[str, list[float]] = {repr(m): [] for m in order}
+    for round_ in range(0 if warm else -1, config.repeats - 1):
+        for method in order:
+            seconds = ttft(method, model, measurement, stores[_encoding(method)])
+            if round_ >= 0:
+                timed[repr(method)].append(seconds)
+    names = method_names(config.methods)
+    reference: Reference | None = None
+    for method in order:
+        kind = _encoding(method)
+        record, scored = measure(method, model, measurement, stores[kind], reference)
+        reference = reference or scored
+        runs = [*timed[repr(method)], record["ttft_s"]]
+        record |= {"label": names[repr(method)], "encode_s": encode_s[kind]}
+        yield record | {"ttft_s": statistics.median(runs), "ttft_runs_s": runs}
+    del stores, reference
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _encoding(method: kr.ReuseMethod) -> Hashable:
+    """What methods that reuse the same stored K/V have in common."""
+    if isinstance(method, kr.ChunkReuse):
+        return method.context, getattr(method, "position", "rotate"), getattr(method, "as_released", False)
+    return "map passes" if isinstance(method, kr.MapReduce | kr.MapRerank) else repr(method)
+
+
+def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: str) -> dict[str, Any]:
+    return {
+        "config": repr(config),
+        "figure": config.figure,
+        "dataset": dataset.name,
+        "source": dataset.source,
+        "num_cases": len(dataset.cases),
+        "metric": dataset.task.metric,
+        "context": context,
+        "max_new_tokens": config.max_new_tokens or dataset.task.max_new_tokens,
+        "score_tokens": config.score_tokens,
+        "methods": [
+            {"method": repr(m), "label": name, "context": getattr(m, "context", None)}
+            for m, name in zip(config.methods, method_names(config.methods).values(), strict=True)
+        ],
+        "model": config.model,
+        "fingerprint": model.fingerprint(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "commit": git_commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
