@@ -1,8 +1,8 @@
 """Time to first token of every method on one RAG prompt of six 512-token chunks, split by stage.
 
-    python -m benchmarks.ttft [--model demo] [--chunks 6] [--chunk-tokens 512] [--ratio 0.15] [--repeats 7] [--threads N]
+    python -m benchmarks.ttft [--ratio 0.15] [--chunks 6] [--chunk-tokens 512] [--repeats 7] [--threads N]
 
-Chunks are cut from MuSiQue contexts (`KVREUSE_DATA`, else ../shared/data, else the small set in data/, repeated as needed).
+Chunks are cut from MuSiQue contexts (wherever `experiments.datasets` finds them), repeated if they are too short.
 K/V are in memory. All methods are warmed up, then timed in interleaved rounds; medians and quartiles over rounds; the
 speed-up is the median of the rounds' own ratios, so that a slow round slows both sides.
 """
@@ -117,7 +117,8 @@ def table(timed: list[kr.ReuseMethod], rounds: list[dict[str, dict[str, float]]]
 
 
 def _short(name: str) -> str:
-    for default in (", selector=None", ", as_released=False", ", position='rotate'", ", metric='kv'", ", offline_chunks=1"):
+    defaults = ("selector=None", "as_released=False", "position='rotate'", "metric='kv'", "offline_chunks=1")
+    for default in (f", {d}" for d in defaults):
         name = name.replace(default, "")
     return name
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -20,6 +22,15 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "kvreuse": kvreuse.__version__,
     }
+
+
+def command_line() -> str:
+    """The command that is running, as it is typed."""
+    script = Path(sys.argv[0])
+    if script.parent.name != "experiments":
+        return shlex.join([script.name, *sys.argv[1:]])
+    module = "experiments" if script.stem == "__main__" else f"experiments.{script.stem}"
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def git_commit() -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import kvreuse as kr
 from experiments.datasets import Case
 from kvreuse.metrics import answer_nll, kl_divergence
+
+STORE_BYTES = "64GiB"  # a bound for one case's chunks; it never takes more than they need
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,58 @@ def method_names(methods: Sequence[kr.ReuseMethod]) -> dict[str, str]:
         names[repr(method)] = f"{method.label} ({context})" if context else method.label
     count = Counter(names.values())
     return {key: name if count[name] == 1 else key for key, name in names.items()}
+
+
+def measure_case(
+    methods: Sequence[kr.ReuseMethod],
+    model: kr.ReuseModel,
+    measurement: Measurement,
+    number: int = 0,
+    repeats: int = 1,
+    warm: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Records of one case, one per method, as they come.
+
+    Chunks are encoded before anything is timed, each kind of encoding into its own store: methods that reuse the
+    same chunks share them and their encoding time. The order of methods rotates from case to case, behind full
+    recompute, whose answer the others are compared with. Unless ``warm``, each runs once unrecorded before that.
+    """
+    stores: dict[Hashable, kr.KVStore] = {}
+    encode_s: dict[Hashable, float] = {}
+    for method in methods:
+        kind = _encoding(method)
+        if kind not in stores:
+            stores[kind] = kr.KVStore(STORE_BYTES)
+            encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
+    turn = number % len(methods)
+    order = [*methods[turn:], *methods[:turn]]
+    order.sort(key=lambda m: not isinstance(m, kr.FullRecompute))
+    timed: dict[str, list[float]] = {repr(m): [] for m in order}
+    for round_ in range(0 if warm else -1, repeats - 1):
+        for method in order:
+            seconds = ttft(method, model, measurement, stores[_encoding(method)])
+            if round_ >= 0:
+                timed[repr(method)].append(seconds)
+    names = method_names(methods)
+    reference: Reference | None = None
+    for method in order:
+        kind = _encoding(method)
+        record, scored = measure(method, model, measurement, stores[kind], reference)
+        reference = reference or scored
+        runs = [*timed[repr(method)], record["ttft_s"]]
+        record |= {"label": names[repr(method)], "encode_s": encode_s[kind]}
+        yield record | {"ttft_s": statistics.median(runs), "ttft_runs_s": runs}
+    del stores, reference
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _encoding(method: kr.ReuseMethod) -> Hashable:
+    """What methods that reuse the same stored K/V have in common."""
+    if isinstance(method, kr.ChunkReuse):
+        return method.context, getattr(method, "position", "rotate"), getattr(method, "as_released", False)
+    return "map passes" if isinstance(method, kr.MapReduce | kr.MapRerank) else repr(method)
 
 
 def measure(

@@ -115,7 +115,7 @@ def run_experiment(
                 run(config, results, load, force)
         except KeyboardInterrupt:
             stopped = True
-            say("stopped: what is done is kept, the same command continues it")
+            say("stopped: what is done is kept, the same command (without --force) continues it")
     paths = records or [path for c in configs if (path := find_results(results / c.file_name))]
     found = [(path, read_results(path)) for path in paths]
     tables = [table for path, data in found if (table := _table(experiment, path, data)) is not None]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import re
-import statistics
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,11 +16,9 @@ import torch
 import kvreuse as kr
 from experiments.contexts import make_chunker, resolve_context
 from experiments.datasets import Case, Dataset, load_dataset
-from experiments.environment import git_commit, versions
-from experiments.measure import Measurement, Reference, gold_ids, measure, method_names, ttft
+from experiments.environment import command_line, git_commit, versions
+from experiments.measure import Measurement, gold_ids, measure_case, method_names
 from experiments.results import RecordWriter, partial_path, read_results
-
-STORE_BYTES = "64GiB"  # a bound for one case's chunks; it never takes more than they need
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,7 @@ def run(
     header = _header(config, dataset, model, context)
     chunker = make_chunker(dataset, model, context, config.num_chunks, config.chunk_tokens, config.seed)
     resumable = partial_path(path).is_file() and not force
+    path.unlink(missing_ok=True)  # with force; what replaces it is the partial file from now on
     with RecordWriter(path, header, [repr(m) for m in config.methods], force) as writer:
         if resumable:
             say(f"{config.dataset}: continuing, {len(writer.done)} of {len(dataset.cases)} cases are there")
@@ -185,7 +182,7 @@ def _record_case(
     """Write one case's records as they come; False if it failed. The first case's failure ends the run."""
     missing = {repr(m): None for m in config.methods}
     try:
-        for record in _measure_case(config, model, measurement, number, warm):
+        for record in measure_case(config.methods, model, measurement, number, config.repeats, warm):
             writer.write(record)
             del missing[record["method"]]
     except Exception as error:  # out of memory on one long prompt, say, must not end an hour's run
@@ -195,53 +192,6 @@ def _record_case(
             text = f"{type(error).__name__}: {error}"
             writer.write({"case_id": measurement.case.case_id, "method": name, "error": text})
     return not missing
-
-
-def _measure_case(
-    config: RunConfig, model: kr.ReuseModel, measurement: Measurement, number: int, warm: bool
-) -> Iterator[dict[str, Any]]:
-    """Records of one case, one per method, as they come.
-
-    Chunks are encoded before anything is timed, each kind of encoding into its own store: methods that reuse the
-    same chunks share them and their encoding time. The order of methods rotates from case to case, behind full
-    recompute, whose answer the others are compared with. Unless ``warm``, each runs once unrecorded before that.
-    """
-    stores: dict[Hashable, kr.KVStore] = {}
-    encode_s: dict[Hashable, float] = {}
-    for method in config.methods:
-        kind = _encoding(method)
-        if kind not in stores:
-            stores[kind] = kr.KVStore(STORE_BYTES)
-            encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
-    turn = number % len(config.methods)
-    order = [*config.methods[turn:], *config.methods[:turn]]
-    order.sort(key=lambda m: not isinstance(m, kr.FullRecompute))
-    timed: dict[str, list[float]] = {repr(m): [] for m in order}
-    for round_ in range(0 if warm else -1, config.repeats - 1):
-        for method in order:
-            seconds = ttft(method, model, measurement, stores[_encoding(method)])
-            if round_ >= 0:
-                timed[repr(method)].append(seconds)
-    names = method_names(config.methods)
-    reference: Reference | None = None
-    for method in order:
-        kind = _encoding(method)
-        record, scored = measure(method, model, measurement, stores[kind], reference)
-        reference = reference or scored
-        runs = [*timed[repr(method)], record["ttft_s"]]
-        record |= {"label": names[repr(method)], "encode_s": encode_s[kind]}
-        yield record | {"ttft_s": statistics.median(runs), "ttft_runs_s": runs}
-    del stores, reference
-    gc.collect()
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _encoding(method: kr.ReuseMethod) -> Hashable:
-    """What methods that reuse the same stored K/V have in common."""
-    if isinstance(method, kr.ChunkReuse):
-        return method.context, getattr(method, "position", "rotate"), getattr(method, "as_released", False)
-    return "map passes" if isinstance(method, kr.MapReduce | kr.MapRerank) else repr(method)
 
 
 def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: str) -> dict[str, Any]:
@@ -267,5 +217,5 @@ def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: 
         "versions": versions(),
         "commit": git_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
     }

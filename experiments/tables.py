@@ -104,7 +104,7 @@ def make_table(results: Results) -> Table | None:
     failed = {r["case_id"] for r in results.records if r.get("error")} - cases
     if not cases:
         return None
-    frame = pd.DataFrame([r for r in results.records if r["case_id"] in cases])
+    frame = pd.DataFrame([r for r in results.records if r["case_id"] in cases and not r.get("error")])
     frame = frame.drop_duplicates(["case_id", "method"], keep="last")
     score = word_f1 if header["metric"] == "f1" else rouge_l
     frame["score"] = [score(a, g) for a, g in zip(frame["answer"], frame["gold"], strict=True)]

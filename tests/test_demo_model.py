@@ -74,11 +74,8 @@ def test_more_recompute_is_closer_to_full_recompute(demo_model, prompt):
 def test_map_passes_equal_single_prompts(demo_model, prompt):
     """Batched, left-padded, with reused prefixes: every chunk's pass says what it says alone."""
     method = kr.MapReduce(map_tokens=12)
-    from kvreuse.timing import StageTimer
-
     store = stored(method, demo_model, prompt)
-    timer = StageTimer(demo_model.device)
-    mapped = method.map_chunks(demo_model, prompt, store, timer, method.instruction, method.map_tokens)
+    mapped, timer = method.map_chunks(demo_model, prompt, store, method.instruction, method.map_tokens)
     asked = torch.cat([demo_model.tokenize(method.instruction), prompt.question])
     for chunk, got in zip(prompt.chunks, mapped, strict=True):
         alone = kr.RagPrompt(prompt.prefix, [chunk], asked)

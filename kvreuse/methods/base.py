@@ -48,10 +48,12 @@ class ReuseMethod(ABC):
         """Prefill and continue greedily (see `ReuseModel.generate`)."""
         return model.generate(self.prefill(model, prompt, store), max_new_tokens, stop)
 
-    def require_store(self, store: KVStore | None) -> KVStore:
-        """The store, or an error that says to give one."""
+    def check_request(self, model: ReuseModel, prompt: RagPrompt, store: KVStore | None) -> KVStore:
+        """Raise for a model, prompt or store that cannot be served; returns the store."""
         if not isinstance(store, KVStore):
             raise TypeError(f"{self!r} reuses stored K/V and was given store={store!r}: pass kr.KVStore()")
+        model.require_supported()
+        model.check_prompt(prompt)
         return store
 
 
@@ -96,15 +98,12 @@ class ChunkReuse(ReuseMethod):
 
     def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
         """Compute and store K/V of the prompt's prefix and chunks, each on its own; seconds."""
-        model.require_supported()
-        model.check_prompt(prompt)
-        return encode_missing(model, self.segments(model, prompt), self.require_store(store))
+        store = self.check_request(model, prompt, store)
+        return encode_missing(model, self.segments(model, prompt), store)
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
         """Prefill from stored chunk K/V; what is recomputed is in ``result.trace``."""
-        store = self.require_store(store)
-        model.require_supported()
-        model.check_prompt(prompt)
+        store = self.check_request(model, prompt, store)
         fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
         segments = look_up(self.segments(model, prompt), fingerprint, store)

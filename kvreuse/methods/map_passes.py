@@ -46,22 +46,31 @@ class MapMethod(ReuseMethod):
     def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
         """Compute and store K/V of the prefix and of every chunk behind it; seconds."""
         model.require_tokenizer()
-        model.check_prompt(prompt)
-        return encode_missing(model, self.segments(model, prompt), self.require_store(store))
+        store = self.check_request(model, prompt, store)
+        return encode_missing(model, self.segments(model, prompt), store)
 
     def map_chunks(
         self,
         model: ReuseModel,
         prompt: RagPrompt,
         store: KVStore,
-        timer: StageTimer,
         instruction: str,
         max_new_tokens: int,
-    ) -> list[MappedChunk]:
-        """Ask ``instruction`` + question about every chunk alone, in one batch."""
-        segments = look_up(self.segments(model, prompt), model.fingerprint(), self.require_store(store))
+    ) -> tuple[list[MappedChunk], StageTimer]:
+        """Ask ``instruction`` + question about every chunk alone, in one batch; the timer goes on running."""
+        store = self.check_request(model, prompt, store)
+        fingerprint = model.fingerprint()
+        timer = StageTimer(model.device)
+        segments = look_up(self.segments(model, prompt), fingerprint, store)
         timer.mark("lookup_s")
-        parts = [s.stored or encode_segment(model, s) for s in segments]
+        parts = []
+        for segment in segments:
+            kv = segment.stored
+            if kv is None:
+                kv = encode_segment(model, segment)
+                store.put(segment.key(fingerprint), kv)
+                timer.mark("map_prefill_s")
+            parts.append(kv)
         prefix = parts.pop(0) if prompt.prefix.numel() else None
         asked = torch.cat([model.tokenize(instruction), prompt.question]).to(model.device)
         longest = max(p.num_tokens for p in parts) + prompt.prefix.numel()
@@ -70,7 +79,7 @@ class MapMethod(ReuseMethod):
         timer.mark("load_s")
         rows = _decode_batch(model, cache, lengths, longest, asked, max_new_tokens, timer)
         timer.mark("map_decode_s")
-        return [MappedChunk(ids, model.decode(ids).strip(), logprob) for ids, logprob in rows]
+        return [MappedChunk(ids, model.decode(ids).strip(), logprob) for ids, logprob in rows], timer
 
 
 def _left_padded(

@@ -11,7 +11,6 @@ from kvreuse.methods.map_passes import MapMethod
 from kvreuse.prompt import RagPrompt
 from kvreuse.results import Prefill, Trace
 from kvreuse.store import KVStore
-from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
@@ -43,9 +42,7 @@ class MapReduce(MapMethod):
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
         """Map all chunks, then prefill the reduced prompt; ``result.prompt`` is the reduced one."""
-        model.check_prompt(prompt)
-        timer = StageTimer(model.device)
-        mapped = self.map_chunks(model, prompt, store, timer, self.instruction, self.map_tokens)
+        mapped, timer = self.map_chunks(model, prompt, store, self.instruction, self.map_tokens)
         separator = model.tokenize("\n\n")
         texts = [torch.cat([torch.tensor(m.token_ids), separator]) for m in mapped if m.token_ids]
         reduced = RagPrompt(prompt.prefix, texts or [separator], prompt.question)

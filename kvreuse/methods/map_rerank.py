@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvreuse.methods.map_passes import MapMethod
 from kvreuse.results import TTFT_STAGES, Answer, Prefill
 from kvreuse.store import KVStore
-from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
     from kvreuse.methods.map_passes import MappedChunk
@@ -48,10 +47,9 @@ class MapRerank(MapMethod):
         stop: str | None = None,
     ) -> Answer:
         """Answer from every chunk alone and keep the best."""
-        model.check_prompt(prompt)
-        timer = StageTimer(model.device)
         score_tokens = model.tokenize("\nScore: 100").numel()
-        mapped = self.map_chunks(model, prompt, store, timer, self.instruction, max_new_tokens + score_tokens)
+        budget = max_new_tokens + score_tokens
+        mapped, timer = self.map_chunks(model, prompt, store, self.instruction, budget)
         best = max(mapped, key=_confidence)
         found = _SCORED.match(best.text)
         text = found[1] if found else best.text

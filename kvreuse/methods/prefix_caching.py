@@ -44,17 +44,14 @@ class PrefixCaching(ReuseMethod):
 
     def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
         """Compute and store the prefix and the first ``offline_chunks`` chunks behind it; seconds."""
-        model.require_supported()
-        model.check_prompt(prompt)
+        store = self.check_request(model, prompt, store)
         chain = _chain(model, prompt)
         keep = len(chain) - len(prompt.chunks) + self.offline_chunks
-        return encode_missing(model, chain[:keep], self.require_store(store))
+        return encode_missing(model, chain[:keep], store)
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
         """Prefill what follows the longest stored prefix."""
-        store = self.require_store(store)
-        model.require_supported()
-        model.check_prompt(prompt)
+        store = self.check_request(model, prompt, store)
         fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
         segments: list[Segment] = []
