@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,9 +146,7 @@ class ReuseModel:
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of weights and configuration: of content, not of names. Recomputed after an in-place edit."""
-        tensors = {n: t for n, t in self.hf.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-        # longrope rewrites its current frequencies at every call; what it was made from does not change
-        tensors |= {n: t for n, t in self.hf.named_buffers() if n.endswith("original_inv_freq")}
+        tensors = dict(_weights(self.hf))
         versions = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors.values())
         if self._fingerprint is None or self._fingerprint[0] != versions:
             self._fingerprint = versions, _hash_model(self.hf, tensors)
@@ -254,6 +252,22 @@ class ReuseModel:
 
     def __repr__(self) -> str:
         return f"ReuseModel({self.name}, {self.num_layers} layers, {self.dtype}, {self.device})"
+
+
+def _weights(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors that decide what the model computes.
+
+    Not by ``state_dict``: bitsandbytes repacks 4-bit weights when asked for it and computes nonsense afterwards.
+    """
+    for name, parameter in hf.named_parameters():
+        yield name, parameter
+        scales = getattr(getattr(parameter, "quant_state", None), "absmax", getattr(parameter, "SCB", None))
+        if isinstance(scales, torch.Tensor):
+            yield f"{name}.scales", scales
+    for name, buffer in hf.named_buffers():
+        # longrope rewrites its current frequencies at every call; what they are made from does not change
+        if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+            yield name, buffer
 
 
 def _hash_model(hf: Any, tensors: dict[str, torch.Tensor]) -> str:

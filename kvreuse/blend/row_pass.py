@@ -111,7 +111,7 @@ class RowPass:
                 project()
                 args = (self._keep(self.rows[-1:], args[0]), *args[1:])
             self.cache.layers[index].rows = self.rows
-            return args, {**self._cut(kwargs), "attention_mask": self._mask(index, args[0])}
+            return args, {**self._cut(kwargs), "attention_mask": self._mask(index, args[0].dtype)}
 
         return hook
 
@@ -157,15 +157,16 @@ class RowPass:
 
         return {name: cut(value, _ROW_DIMS[name]) if name in _ROW_DIMS else value for name, value in kwargs.items()}
 
-    def _mask(self, index: int, hidden: torch.Tensor) -> RowMask | torch.Tensor:
+    def _mask(self, index: int, dtype: torch.dtype) -> RowMask | torch.Tensor:
         """The layer's mask; made once per selection, window and device."""
+        device = self.cache.layers[index].keys.device
         released = self._bottom_right_from is not None and index >= self._bottom_right_from
-        key = (self.model.window(index), released, hidden.device)
+        key = (self.model.window(index), released, device)
         if key not in self._masks:
-            rows, n = self.rows.to(hidden.device), self.rows.numel()
-            last_key = torch.arange(self.num_tokens - n, self.num_tokens, device=hidden.device) if released else None
+            rows, n = self.rows.to(device), self.rows.numel()
+            last_key = torch.arange(self.num_tokens - n, self.num_tokens, device=device) if released else None
             mask = RowMask(rows, self.num_tokens, key[0], last_key, return_weights=self._on_attention is not None)
-            self._masks[key] = mask.additive(hidden.dtype)[None, None] if self._dense else mask
+            self._masks[key] = mask.additive(dtype)[None, None] if self._dense else mask
         return self._masks[key]
 
     def _project(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FreshKV:

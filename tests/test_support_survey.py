@@ -1,0 +1,31 @@
+"""docs/models.md tells the truth: what passes does so by numbers, what is refused is refused for its reason."""
+
+import pytest
+import survey
+
+import kvreuse as kr
+
+# Each for something no model of tiny.ARCHITECTURES has. The others: python tests/survey.py
+BATTERY = [
+    "falcon",  # calls PyTorch's attention itself, layers named `h`
+    "gemma4_text",  # embeddings per layer
+    "gpt_oss",  # sinks, every angle once in the rotary table
+    "jetmoe",  # a mixture of attention heads
+    "laguna",  # a different rotary share and theta per layer type
+    "qwen3_moe-window",
+    "stablelm",  # LayerNorm per query and key head
+]
+
+
+@pytest.mark.parametrize("name", BATTERY)
+def test_passes_the_gate_and_the_battery(name):
+    model = survey.survey_model(*survey.PASSES[name])
+    kr.check_model(model)
+    assert survey.battery(model, whole=False) == []
+
+
+@pytest.mark.parametrize("name", sorted(survey.REFUSED))
+def test_is_refused_for_its_reason(name):
+    model_type, settings, reason = survey.REFUSED[name]
+    with pytest.raises(kr.UnsupportedModelError, match=reason):
+        kr.check_model(survey.survey_model(model_type, settings))
