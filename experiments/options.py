@@ -61,7 +61,7 @@ PRESETS: Mapping[str, Preset] = {
     "demo": Preset(datasets=("musique", "2wikimqa"), limit=5, max_new_tokens=16),
     # Section 7.1: six retrieved chunks of 512 tokens. A GPU's work.
     "paper": Preset(model="mistralai/Mistral-7B-Instruct-v0.2", limit=None, context="retrieve"),
-    "smoke": Preset(limit=2, max_new_tokens=8, score_tokens=16, num_chunks=2, chunk_tokens=128, small=True),
+    "smoke": Preset(limit=2, max_new_tokens=4, score_tokens=8, num_chunks=2, chunk_tokens=128, small=True),
 }
 
 

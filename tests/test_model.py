@@ -171,3 +171,38 @@ def test_stages_make_up_the_ttft(model):
     assert set(result.trace.stages) == {"lookup_s", "load_s", "rotate_s", "check_s", "recompute_s", "first_token_s"}
     assert result.ttft_s == pytest.approx(sum(result.trace.stages.values()))
     assert all(seconds >= 0 for seconds in result.trace.stages.values())
+
+
+class WordTokenizer:
+    """Words are ids by length; a chat template that refuses system messages, as Gemma's does."""
+
+    chat_template = "yes"
+
+    def __init__(self, drops_text=False):
+        self.drops_text = drops_text
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": ([1] if add_special_tokens else []) + [3 + len(word) for word in text.split()]}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        if messages[0]["role"] == "system":
+            raise RuntimeError("System role not supported")
+        return "<user>" if self.drops_text else f"<user> {messages[0]['content']} <model>"
+
+
+def test_a_template_without_a_system_role_gets_the_system_text_in_the_users_turn():
+    model = kr.ReuseModel(hf_model("llama"), WordTokenizer())
+    prompt = kr.RagPrompt.from_texts(model, system="be brief", chunks=["aaa bb"], question="why so")
+    lengths = [len(word) + 3 for word in "<user> be brief aaa bb why so <model>".split()]
+    assert prompt.input_ids.tolist() == lengths
+    assert (prompt.prefix.numel(), prompt.question.numel()) == (3, 3)
+
+
+def test_a_template_that_drops_the_text_is_refused():
+    model = kr.ReuseModel(hf_model("llama"), WordTokenizer(drops_text=True))
+    with pytest.raises(ValueError, match="use chat_template=False"):
+        kr.RagPrompt.from_texts(model, chunks=["a"], question="b")
+    prompt = kr.RagPrompt.from_texts(model, chunks=["a"], question="b", chat_template=False)
+    assert prompt.prefix.tolist() == [1]  # the tokenizer's own opening

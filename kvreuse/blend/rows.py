@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
-_BLOCK_ROWS_CPU = 96
+_BLOCK_ROWS_CPU = 64
 _BLOCK_ROWS_GPU = 1024
 _MASKED_COST = 2.2  # measured: a masked score costs this many times a causal one
 
@@ -52,7 +52,8 @@ class RowMask:
     def visible(self, rows: slice = slice(None), keys: slice = slice(None)) -> torch.Tensor:
         """Boolean [rows, keys]: true where the row sees the key."""
         last = self._last[rows, None]
-        key = torch.arange(self.num_keys, device=last.device)[None, keys]
+        start, stop, _ = keys.indices(self.num_keys)
+        key = torch.arange(start, stop, device=last.device)[None]
         seen = key <= last
         return seen if self.window is None else seen & (key > last - self.window)
 
@@ -67,22 +68,29 @@ class RowMask:
         n, windowed = self.rows.numel(), self.window is not None and self.window < self.num_keys
         return self.last_key is None and not windowed and bool(n == self.num_keys - int(self.rows[0]))
 
-    def blocks(self, dtype: torch.dtype, groups: int) -> list[Block]:
-        """The rows in blocks with their masks, made once per selection; ``groups`` query heads share a KV head."""
+    def blocks(self, dtype: torch.dtype) -> list[Block]:
+        """The rows in blocks with their masks, made once per selection."""
         cache = self.__dict__.setdefault("_blocks", {})
-        if (dtype, groups) not in cache:
-            cache[dtype, groups] = list(self._make_blocks(dtype, groups))
-        return cache[dtype, groups]
+        if dtype not in cache:
+            cache[dtype] = list(self._make_blocks(dtype))
+        return cache[dtype]
 
-    def _make_blocks(self, dtype: torch.dtype, groups: int) -> Iterator[Block]:
+    def _make_blocks(self, dtype: torch.dtype) -> Iterator[Block]:
         last = self._last.tolist()
         size = _BLOCK_ROWS_CPU if self.rows.device.type == "cpu" else _BLOCK_ROWS_GPU
         for start in range(0, len(last), size):
             stop = min(start + size, len(last))
             key_stop = last[stop - 1] + 1
-            key_start = 0 if self.window is None else max(0, last[start] - self.window + 1)
-            mask = self.additive(dtype, slice(start, stop), slice(key_start, key_stop))
-            yield Block(start, stop, key_start, key_stop, mask.repeat(groups, 1))
+            rows = slice(start, stop)
+            if self.window is None:  # all rows see what the first one sees: only the keys behind that differ
+                key_start = 0
+                mask = torch.zeros(stop - start, key_stop, dtype=dtype, device=self.rows.device)
+                behind = slice(last[start] + 1, key_stop)
+                mask[:, behind] = self.additive(dtype, rows, behind)
+            else:
+                key_start = max(0, last[start] - self.window + 1)
+                mask = self.additive(dtype, rows, slice(key_start, key_stop))
+            yield Block(start, stop, key_start, key_stop, mask)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D]; returns [B, H, n, D]."""
@@ -95,16 +103,17 @@ class RowMask:
                 square, key, value, is_causal=n > 1, scale=scale, enable_gqa=groups > 1
             )
             return out[:, :, skipped:]
-        batch, kv_heads, _, dim = key.shape
-        out = query.new_empty(batch, kv_heads, groups, n, value.shape[-1])
-        folded = query.view(batch, kv_heads, groups, n, dim)
-        for block in self.blocks(query.dtype, groups):
-            rows, keys = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
-            # The query heads of one KV head become rows, so that keys are not copied once per head.
-            q = folded[:, :, :, rows].reshape(batch, kv_heads, -1, dim)
-            o = F.scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=block.mask, scale=scale)
-            out[:, :, :, rows] = o.view(batch, kv_heads, groups, -1, o.shape[-1])
-        return out.view(batch, kv_heads * groups, n, -1)
+        # The query heads that share a KV head become the batch, over which keys, values and mask repeat without copies.
+        batch, kv_heads = key.shape[:2]
+        folded = query.unflatten(1, (kv_heads, groups)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+        keys, values = (t[None].expand(groups, -1, -1, -1, -1).flatten(0, 1) for t in (key, value))
+        out = query.new_empty(groups * batch, kv_heads, n, value.shape[-1])
+        for block in self.blocks(query.dtype):
+            rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
+            out[:, :, rows] = F.scaled_dot_product_attention(
+                folded[:, :, rows], keys[:, :, seen], values[:, :, seen], attn_mask=block.mask, scale=scale
+            )
+        return out.unflatten(0, (groups, batch)).permute(1, 2, 0, 3, 4).flatten(1, 2)
 
     def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention weights [B, H, n, S] in fp32."""
