@@ -10,6 +10,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 
+# OpenMP threads that spin while they wait bring a busy two-core machine to a halt.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

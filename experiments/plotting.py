@@ -70,7 +70,8 @@ def quality_against_ttft(tables: list[Table], paper: bool = False) -> Figure:
         for axes in row:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-    ncols = min(4, len(handles))
+    handles = dict(sorted(handles.items(), key=lambda item: item[0].startswith("paper")))  # ours first
+    ncols = min(3 if paper else 4, len(handles))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)
     return figure
 

@@ -126,11 +126,8 @@ def say(text: str) -> None:
 
 
 def _load_dataset(config: RunConfig) -> Dataset:
-    if config.small:
-        from experiments.small_sets import load_small_set
-
-        return load_small_set(config.dataset, config.limit, config.seed)
-    return load_dataset(config.dataset, data_dir=config.data_dir, limit=config.limit, seed=config.seed)
+    data_dir = "small" if config.small else config.data_dir
+    return load_dataset(config.dataset, data_dir=data_dir, limit=config.limit, seed=config.seed)
 
 
 def _run_cases(

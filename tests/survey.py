@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         name: (name, _MLA, "latent attention")
         for name in ("axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
     },
-    **{name: (name, {"rotary_dim": 4}, "not a rotation") for name in ("codegen", "gptj")},
+    **{name: (name, {"rotary_dim": 4, "num_attention_heads": 8}, "not a rotation") for name in ("codegen", "gptj")},
     **{
         name: (name, {}, "is of type 'linear_attention'")
         for name in ("jamba", "lara_mini", "mamba", "minimax", "olmo_hybrid", "recurrent_gemma")

@@ -1,5 +1,9 @@
 """What a blend recomputes, sees and leaves alone."""
 
+import gc
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import ids, rag_prompt, tiny_model
@@ -281,3 +285,20 @@ def test_oracle_deviation_is_zero_for_a_perfect_cache(model):
     assert seen[0].shape == (model.num_layers, 20)
     assert seen[0][0].max() < 1e-8  # layer 0 depends on token and position alone
     assert seen[0][1:].min() > 1e-8
+
+
+def test_a_finished_request_leaves_nothing_behind(model):
+    """No reference cycle keeps a dropped result's K/V alive until the garbage collector comes."""
+    prompt = rag_prompt()
+    method = kr.CacheBlend(ratio=0.3)
+    store = stored(method, model, prompt)
+    gc.collect()
+    gc.disable()
+    try:
+        for selector in (None, kr.QuestionAttention(), kr.RandomTokens()):
+            result = replace(method, selector=selector).prefill(model, prompt, store)
+            keys = weakref.ref(result.cache.layers[0].keys)
+            del result
+            assert keys() is None
+    finally:
+        gc.enable()

@@ -2,8 +2,12 @@
 
 import pytest
 import survey
+import transformers
 
 import kvreuse as kr
+
+# Other versions refuse the same models, some for another reason (5.0 has other caches and no layer types in places).
+IS_SURVEYED = transformers.__version__.startswith("5.24")
 
 # Each for something no model of tiny.ARCHITECTURES has. The others: python tests/survey.py
 BATTERY = [
@@ -17,8 +21,14 @@ BATTERY = [
 ]
 
 
+def _require_type(model_type):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"{model_type} is not in this version of transformers")
+
+
 @pytest.mark.parametrize("name", BATTERY)
 def test_passes_the_gate_and_the_battery(name):
+    _require_type(survey.PASSES[name][0])
     model = survey.survey_model(*survey.PASSES[name])
     kr.check_model(model)
     assert survey.battery(model, whole=False) == []
@@ -27,5 +37,6 @@ def test_passes_the_gate_and_the_battery(name):
 @pytest.mark.parametrize("name", sorted(survey.REFUSED))
 def test_is_refused_for_its_reason(name):
     model_type, settings, reason = survey.REFUSED[name]
-    with pytest.raises(kr.UnsupportedModelError, match=reason):
+    _require_type(model_type)
+    with pytest.raises(kr.UnsupportedModelError, match=reason if IS_SURVEYED else None):
         kr.check_model(survey.survey_model(model_type, settings))

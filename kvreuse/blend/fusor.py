@@ -87,14 +87,11 @@ class _Blend:
         if fusor.as_released:  # the last token is forced, all others are candidates
             inside = positions < self.num_tokens - 1
             positions, chunk, offset = positions[inside], chunk[inside], offset[inside]
-        self.positions = positions
+        self.positions, self._chunk, self._offset = positions, chunk, offset
         is_forced = torch.ones(self.num_tokens, dtype=torch.bool)
         is_forced[: self.exact] = False
         is_forced[positions] = False
         self.forced = is_forced.nonzero()[:, 0]
-        self.view = SelectionView(
-            positions, chunk, offset, self._no_fresh_kv, self._question_attention, self._true_deviation
-        )
         selects = fusor.selector is not None and fusor.ratio > 0 and positions.numel() > 0
         self.selector = fusor.selector if selects else None
         self.first = 1 if self.selector is not None and self.selector.needs_fresh_kv else 0
@@ -125,6 +122,18 @@ class _Blend:
         self.timer.mark("first_token_s")
         self.selected = row_pass.selected
         return logits
+
+    @property
+    def view(self) -> SelectionView:
+        """Made anew when asked for: kept, it would hold this request, and its K/V, in a reference cycle."""
+        return SelectionView(
+            self.positions,
+            self._chunk,
+            self._offset,
+            self._no_fresh_kv,
+            self._question_attention,
+            self._true_deviation,
+        )
 
     # -- choosing rows ----------------------------------------------------------------------------------------------
 

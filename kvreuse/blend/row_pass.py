@@ -69,7 +69,7 @@ class RowPass:
         self._narrow, self._trim_last, self._bottom_right_from = narrow, trim_last, bottom_right_from
         self._on_layer_end, self._on_attention = on_layer_end, on_attention
         self._masks: dict[Any, Any] = {}
-        self._cuts: dict[int, torch.Tensor] = {}
+        self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense = False
 
     @torch.inference_mode()
@@ -145,17 +145,17 @@ class RowPass:
         if self.rows.numel() == self._first_rows.numel():
             return kwargs
         index = torch.searchsorted(self._first_rows, self.rows)
+        dims = {name: dim for name, dim in _ROW_DIMS.items() if name in kwargs}
+        return {**kwargs, **{name: self._cut_value(kwargs[name], dim, index) for name, dim in dims.items()}}
 
-        def cut(value: Any, dim: int) -> Any:
-            if isinstance(value, tuple):
-                return tuple(cut(v, dim) for v in value)
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in self._cuts:  # the model holds on to these tensors for the whole pass
-                self._cuts[id(value)] = value.index_select(dim, index.to(value.device))
-            return self._cuts[id(value)]
-
-        return {name: cut(value, _ROW_DIMS[name]) if name in _ROW_DIMS else value for name, value in kwargs.items()}
+    def _cut_value(self, value: Any, dim: int, index: torch.Tensor) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._cut_value(v, dim, index) for v in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._cuts:  # kept with its cut: while it lives no other tensor has its id
+            self._cuts[id(value)] = value, value.index_select(dim, index.to(value.device))
+        return self._cuts[id(value)][1]
 
     def _mask(self, index: int, dtype: torch.dtype) -> RowMask | torch.Tensor:
         """The layer's mask; made once per selection, window and device."""
