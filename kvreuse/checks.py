@@ -59,10 +59,23 @@ def detect_key_rotation(model: ReuseModel) -> list[str]:
         cache = DynamicCache()
         compat.run_decoder(model.hf, ids, torch.arange(shift, shift + 8, device=model.device)[None], cache)
         caches.append(cache)
+    written = sum(layer.keys is not None for layer in caches[0].layers)
+    if written != model.num_layers:
+        raise UnsupportedModelError(
+            f"{model.name} ({type(model.hf).__name__}): {model.num_layers} layers, but {written} keep keys and values: "
+            "layers share them or run more than once, so they cannot be replaced layer by layer"
+        )
     found = []
     for layer in range(model.num_layers):
-        here, there = (cache.layers[layer].keys for cache in caches)
         table = model.rotary_table(layer, shifted + 8)
+        here, there = (cache.layers[layer].values for cache in caches)
+        if not _relative_error(here, there) <= _tolerance(model):
+            raise UnsupportedModelError(
+                f"{model.name}: what layer {layer} keeps as values changes with the position (relative error "
+                f"{_relative_error(here, there):.1e}; multi-head latent attention keeps rotated keys there); only keys "
+                "can be moved to another place in the prompt"
+            )
+        here, there = (cache.layers[layer].keys for cache in caches)
         move = table[shifted : shifted + 8].minus(table[:8])
         candidates = {
             "none": here,
@@ -84,17 +97,18 @@ def detect_key_rotation(model: ReuseModel) -> list[str]:
 def check_model(model: ReuseModel) -> None:
     """Raise `UnsupportedModelError` unless reuse is right on this model.
 
-    Three numbers are compared with full prefill: one chunk at its own place gives its logits; two chunks at ratio 1
-    give its logits and K/V; a shifted chunk's layer-0 keys are those of direct rotation. Runs once per model, on a
-    few random tokens.
+    Compared with full prefill: one chunk at its own place gives its logits; two chunks at ratio 1, and a part of the
+    rows over its own K/V, give its logits and K/V; a shifted chunk's layer-0 keys are those of direct rotation, its
+    values do not change. Runs once per model, on a few random tokens.
     """
+    from kvreuse.blend.cache import new_blend_cache
     from kvreuse.blend.placement import rerotate_keys
+    from kvreuse.blend.row_pass import RowPass
     from kvreuse.kv import encode_chunk
     from kvreuse.methods import CacheBlend, FullReuse
     from kvreuse.prompt import RagPrompt
     from kvreuse.store import KVStore
 
-    model._checked = True
     first, second, question = (_random_ids(model, n, seed) for n, seed in ((12, 1), (11, 2), (5, 3)))
     limit = _tolerance(model)
 
@@ -105,9 +119,12 @@ def check_model(model: ReuseModel) -> None:
                 f"{error:.1e} (allowed {limit:.0e}); reuse would be wrong on this model"
             )
 
+    one, two = RagPrompt([], [first], question), RagPrompt([], [first, second], question)
+    ids = one.input_ids.to(model.device)[None]
+    compat.run_model(model.hf, ids, torch.arange(ids.shape[1], device=model.device)[None], None)  # an error is its own
+    model._checked = True  # the check itself reuses
     try:
-        one = RagPrompt([], [first], question)
-        two = RagPrompt([], [first, second], question)
+        model._key_rotation = detect_key_rotation(model)
         store = KVStore("1GiB")
         reuse, blend = FullReuse(context="bare"), CacheBlend(ratio=1.0, context="bare", schedule="constant")
         reuse.encode(model, one, store)
@@ -120,9 +137,23 @@ def check_model(model: ReuseModel) -> None:
         for layer, (ours, full) in enumerate(zip(result.cache.layers, cache.layers, strict=True)):
             require(f"layer {layer}'s keys, all recomputed,", _relative_error(ours.keys, full.keys))
             require(f"layer {layer}'s values, all recomputed,", _relative_error(ours.values, full.values))
+        # Over full prefill's own K/V any part of the rows, recomputed, gives full prefill again.
+        part = torch.cat([torch.tensor([2, 3, 14]), torch.arange(two.num_context, two.num_tokens)])
+        exact = new_blend_cache([(held.keys.clone(), held.values.clone()) for held in cache.layers])
+        every = torch.arange(two.num_tokens)
+        row_pass = RowPass(model, exact, every, two.num_tokens, narrow=lambda layer, *_: part if layer == 1 else None)
+        require("a part of the rows, recomputed,", _relative_error(row_pass.run(two.input_ids), logits))
+        for layer, (ours, full) in enumerate(zip(exact.layers, cache.layers, strict=True)):
+            require(f"layer {layer}'s keys, in part recomputed,", _relative_error(ours.keys, full.keys))
+            require(f"layer {layer}'s values, in part recomputed,", _relative_error(ours.values, full.values))
         moved = rerotate_keys(model, encode_chunk(model, first[:0], second), first.numel(), two.num_tokens)
         there = slice(first.numel(), first.numel() + second.numel())
         require("a moved chunk's layer-0 keys", _relative_error(moved[0], cache.layers[0].keys[:, :, there]))
-    except UnsupportedModelError:
+    except BaseException as error:
         model._checked = False
-        raise
+        if isinstance(error, UnsupportedModelError | torch.OutOfMemoryError) or not isinstance(error, Exception):
+            raise
+        raise UnsupportedModelError(
+            f"{model.name} ({type(model.hf).__name__}): its layers do not run on a part of the prompt over a cache of "
+            f"the whole ({type(error).__name__}: {error})"
+        ) from error

@@ -7,6 +7,7 @@ transformers 5.24 renamed ``past_key_values`` to ``cache`` in model and layer ca
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,25 +31,30 @@ def text_config(hf: nn.Module) -> Any:
 def decoder(hf: nn.Module) -> nn.Module:
     """The module that embeds tokens and runs the decoder layers (``hf.model`` in most models)."""
     base: Any = getattr(hf, getattr(hf, "base_model_prefix", "") or "model", hf)
+    base = base if base is not hf else getattr(hf, "model", hf)  # Llama-4 names its prefix after the outer model
     for name in ("language_model", "decoder"):
         base = getattr(base, name, base)
     return base
 
 
+_LAYER_LISTS = ("layers", "h", "blocks")  # most models; Falcon and GPT-2; MPT
+
+
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
     """The decoder layers, first to last."""
-    layers = getattr(decoder(hf), "layers", None)
+    base = decoder(hf)
+    layers = next((getattr(base, name) for name in _LAYER_LISTS if hasattr(base, name)), None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise UnsupportedModelError(
-            f"{type(hf).__name__}: no list of decoder layers was found (looked for `layers` in "
-            f"{type(decoder(hf)).__name__}); only decoder-only models with rotary positions are supported"
+            f"{type(hf).__name__}: no list of decoder layers was found (looked for {', '.join(_LAYER_LISTS)} in "
+            f"{type(base).__name__}); only decoder-only models with rotary positions are supported"
         )
     return layers
 
 
 def attention_module(layer: nn.Module) -> nn.Module:
     """The self-attention inside a decoder layer."""
-    for name in ("self_attn", "attention", "attn"):
+    for name in ("self_attn", "attention", "attn", "self_attention"):
         module = getattr(layer, name, None)
         if isinstance(module, nn.Module):
             return module
@@ -176,6 +182,12 @@ def rope_types(config: Any) -> set[str]:
     return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
 
 
+def _calls_attention_interface(hf: nn.Module) -> bool:
+    """Whether the model's code looks its attention kernel up by name; Falcon's calls PyTorch's on its own."""
+    code = sys.modules[type(attention_module(decoder_layers(hf)[0])).__module__]
+    return hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+
+
 @contextmanager
 def attention_through(hf: nn.Module, function: Callable[..., Any]) -> Iterator[bool]:
     """While open, the model's attention modules call ``function`` instead of their own kernel.
@@ -185,7 +197,7 @@ def attention_through(hf: nn.Module, function: Callable[..., Any]) -> Iterator[b
     """
     config = text_config(hf)
     before = config._attn_implementation
-    if before in (None, "eager"):
+    if before in (None, "eager") or not _calls_attention_interface(hf):
         yield False
         return
     ALL_ATTENTION_FUNCTIONS.register(ROW_ATTENTION, function)

@@ -98,12 +98,10 @@ class ReuseModel:
         return 0 < self.long_rope_length <= num_tokens
 
     def rotary_table(self, layer: int, num_tokens: int) -> RotaryTable:
-        """The angles of positions 0 ..
-
-        num_tokens as the model uses them in a prompt of that length (longrope differs).
-        """
-        positions = torch.arange(num_tokens, device=self.device)
-        return RotaryTable.from_model(*compat.rotary_tables(self.hf, self.layer_types[layer], positions))
+        """The angles of positions 0 .. num_tokens, as the model uses them in a prompt of that length."""
+        positions = torch.arange(max(num_tokens, 2), device=self.device)  # all angles of position 0 are alike
+        table = RotaryTable.from_model(*compat.rotary_tables(self.hf, self.layer_types[layer], positions))
+        return table[:num_tokens]
 
     @property
     def key_rotation(self) -> list[str]:
@@ -264,7 +262,7 @@ def _weights(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         scales = getattr(getattr(parameter, "quant_state", None), "absmax", getattr(parameter, "SCB", None))
         if isinstance(scales, torch.Tensor):
             yield f"{name}.scales", scales
-    for name, buffer in hf.named_buffers():
+    for name, buffer in hf.named_buffers(remove_duplicate=False):  # in 5.0 the current one may be the original
         # longrope rewrites its current frequencies at every call; what they are made from does not change
         if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
             yield name, buffer

@@ -23,7 +23,12 @@ class RotaryTable:
     def from_model(cls, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable:
         """From a model's tables [n, rotary_dim], in which every angle stands twice (side by side, or half by half)."""
         half = cos.shape[-1] // 2
-        first = slice(0, half) if torch.equal(cos[:, :half], cos[:, half:]) else slice(0, None, 2)
+        if torch.equal(cos[:, :half], cos[:, half:]):
+            first = slice(0, half)
+        elif torch.equal(cos[:, ::2], cos[:, 1::2]):
+            first = slice(0, None, 2)
+        else:  # gpt-oss: every angle once
+            first = slice(None)
         return cls(cos[:, first].contiguous(), sin[:, first].contiguous())
 
     def __getitem__(self, rows: slice | torch.Tensor) -> RotaryTable:

@@ -14,6 +14,7 @@ from transformers import Cache
 from kvreuse import compat
 from kvreuse.blend.cache import ProbeCache, StopLayer
 from kvreuse.blend.rows import RowMask, row_attention
+from kvreuse.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
@@ -111,7 +112,7 @@ class RowPass:
                 project()
                 args = (self._keep(self.rows[-1:], args[0]), *args[1:])
             self.cache.layers[index].rows = self.rows
-            return args, {**self._cut(kwargs), "attention_mask": self._mask(index, args[0].dtype)}
+            return self._cut_args(args), {**self._cut(kwargs), "attention_mask": self._mask(index, args[0].dtype)}
 
         return hook
 
@@ -126,6 +127,11 @@ class RowPass:
     def _watch(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             assert self._on_attention is not None
+            if not isinstance(output, tuple) or output[1] is None:
+                raise UnsupportedModelError(
+                    f"{self.model.name}: its attention returns no weights; load it with attn_implementation='eager' to "
+                    "look at them"
+                )
             self._on_attention(index, output[1].detach())
 
         return hook
@@ -157,6 +163,19 @@ class RowPass:
             self._cuts[id(value)] = value, value.index_select(dim, index.to(value.device))
         return self._cuts[id(value)][1]
 
+    def _cut_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cut what else a layer is handed by row [1, n, ...] (Gemma-4's inputs per layer); args[0] is cut already."""
+        n = self._first_rows.numel()
+        if self.rows.numel() == n or len(args) == 1:
+            return args
+        index = torch.searchsorted(self._first_rows, self.rows)
+
+        def cut(value: Any) -> Any:
+            by_row = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == n
+            return value.index_select(1, index.to(value.device)) if by_row else value
+
+        return (args[0], *(cut(value) for value in args[1:]))
+
     def _mask(self, index: int, dtype: torch.dtype) -> RowMask | torch.Tensor:
         """The layer's mask; made once per selection, window and device."""
         device = self.cache.layers[index].keys.device
@@ -175,7 +194,7 @@ class RowPass:
         probe = ProbeCache(lambda keys, values: caught.extend((keys, values)))
         name = compat.find_cache(kwargs)
         with _narrow_query(compat.attention_module(layer)), suppress(StopLayer):
-            layer.forward(*args, **{**self._cut(kwargs), str(name): probe, "attention_mask": None})
+            layer.forward(*self._cut_args(args), **{**self._cut(kwargs), str(name): probe, "attention_mask": None})
         keys, values = caught
         held = self.cache.layers[index]
         rows = self.rows.to(held.keys.device)
