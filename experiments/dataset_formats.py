@@ -107,7 +107,7 @@ def group_shots(shots: Iterable[str]) -> list[str]:
 
     A shot of that size is a group by itself; shorter ones are collected until they reach 200 (so they stay
     under 400). A shot over 400 is left out, and so is an unfilled last group unless there is no other.
-    Without the last newline: the chunk template adds it.
+    Without a last newline: the prompt separates chunks.
     """
     low, high = (tokens * CHARACTERS_PER_TOKEN for tokens in SHOT_GROUP_TOKENS)
     groups, short = [], ""

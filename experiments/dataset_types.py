@@ -36,7 +36,7 @@ class Case:
     chunk_template: str = PASSAGE_TEMPLATE
 
     def chunk_text(self, document: Document) -> str:
-        """`document` as it stands in a prompt, with a last newline: chunks are joined without separators."""
+        """`document` as it stands in a prompt; the prompt puts an empty line behind each chunk."""
         title = f" {document.title}" if document.title else ""
         return self.chunk_template.format(title=title, text=document.text)
 

@@ -24,6 +24,11 @@ def versions() -> dict[str, str]:
     }
 
 
+def processor() -> str:
+    """The CPU, as far as the system names it."""
+    return platform.processor() or platform.machine()
+
+
 def command_line() -> str:
     """The command that is running, as it is typed."""
     script = Path(sys.argv[0])
@@ -31,12 +36,6 @@ def command_line() -> str:
         return shlex.join([script.name, *sys.argv[1:]])
     module = "experiments" if script.stem == "__main__" else f"experiments.{script.stem}"
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
-
-
-def git_commit() -> str | None:
-    """The repository's commit, with "+changes" if files differ from it; None outside a repository."""
-    commit = _git("rev-parse", "HEAD")
-    return commit and commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(*arguments: str) -> str | None:
@@ -52,3 +51,13 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def _git_commit() -> str | None:
+    commit = _git("rev-parse", "HEAD")
+    return commit and commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+# The repository's commit, with "+changes" if files differ from it; None outside a repository. Read at import: what runs
+# for an hour is the code that was loaded, not what lies on the disk when a file is written.
+COMMIT = _git_commit()

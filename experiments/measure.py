@@ -80,9 +80,10 @@ def measure_case(
         if kind not in stores:
             stores[kind] = kr.KVStore(STORE_BYTES)
             encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
-    turn = number % len(methods)
-    order = [*methods[turn:], *methods[:turn]]
-    order.sort(key=lambda m: not isinstance(m, kr.FullRecompute))
+    first = [m for m in methods if isinstance(m, kr.FullRecompute)]  # its answer is what the others are compared with
+    rest = [m for m in methods if m not in first]
+    turn = number % max(1, len(rest))
+    order = [*first, *rest[turn:], *rest[:turn]]
     timed: dict[str, list[float]] = {repr(m): [] for m in order}
     for round_ in range(0 if warm else -1, repeats - 1):
         for method in order:

@@ -110,7 +110,8 @@ def _time_axis(axes: Axes) -> None:
 
 def _source(table: Table) -> str:
     """Where the cases are from, without the folder."""
-    return {"data-dir": "real data", "hub": "hub data", "small set": "small set"}[table.header["source"].split(":")[0]]
+    source = str(table.header["source"])
+    return {"data-dir": "real data", "hub": "hub data"}.get(source.split(":")[0], source)
 
 
 def _paper_points(axes: Axes, table: Table) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 Record = Mapping[str, Any]
 
 # What may differ between the two halves of one run without making them two runs.
-VOLATILE = frozenset({"date", "command", "commit"})
+VOLATILE = frozenset({"date", "command"})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import kvreuse as kr
 from experiments.contexts import make_chunker, resolve_context
 from experiments.datasets import Case, Dataset, load_dataset
-from experiments.environment import command_line, git_commit, versions
+from experiments.environment import COMMIT, command_line, processor, versions
 from experiments.measure import Measurement, gold_ids, measure_case, method_names
 from experiments.results import RecordWriter, partial_path, read_results
 
@@ -139,7 +139,7 @@ def _run_cases(
 ) -> None:
     from tqdm import tqdm
 
-    warm, skipped, failed = False, 0, 0
+    warm, skipped, failed, tried = False, 0, 0, len(writer.done)
     with tqdm(total=len(dataset.cases), initial=len(writer.done), desc=dataset.name, unit="case") as bar:
         for number, case in enumerate(dataset.cases):
             if case.case_id in writer.done:
@@ -151,8 +151,9 @@ def _run_cases(
                 reason = f"prompt and answer need {needed} tokens, {model.name} takes {model.max_context}"
                 writer.write({"case_id": case.case_id, "skipped": reason})
             else:
-                failed += not _record_case(config, model, measurement, writer, number, warm)
-                warm = True
+                # A run's first case may not fail: what breaks there breaks everywhere.
+                done = _record_case(config, model, measurement, writer, number, warm, may_fail=tried > 0)
+                failed, warm, tried = failed + (not done), warm or done, tried + 1
             bar.update()
     if skipped:
         say(f"{dataset.name}: {skipped} of {len(dataset.cases)} cases are too long for {model.name} and were skipped")
@@ -163,7 +164,11 @@ def _run_cases(
 def _prepare(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, chunks: list[str], case: Case) -> Measurement:
     task = dataset.task
     question = task.question_template.format(question=case.question)
-    prompt = kr.RagPrompt.from_texts(model, system=task.system, chunks=chunks, question=question)
+    # LongBench leaves the chat template out of few-shot prompts: the shots show the form of the answer.
+    template = False if task.kind == "few_shot" else None
+    prompt = kr.RagPrompt.from_texts(
+        model, system=task.system, chunks=chunks, question=question, chat_template=template
+    )
     gold = gold_ids(model, prompt, case.answers[0])[: config.score_tokens]
     return Measurement(case, prompt, gold, config.max_new_tokens or task.max_new_tokens, task.stop, config.score_tokens)
 
@@ -175,15 +180,16 @@ def _record_case(
     writer: RecordWriter,
     number: int,
     warm: bool,
+    may_fail: bool,
 ) -> bool:
-    """Write one case's records as they come; False if it failed. The first case's failure ends the run."""
+    """Write one case's records as they come; False if it failed."""
     missing = {repr(m): None for m in config.methods}
     try:
         for record in measure_case(config.methods, model, measurement, number, config.repeats, warm):
             writer.write(record)
             del missing[record["method"]]
     except Exception as error:  # out of memory on one long prompt, say, must not end an hour's run
-        if not warm:
+        if not may_fail:
             raise
         for name in missing:
             text = f"{type(error).__name__}: {error}"
@@ -210,9 +216,10 @@ def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: 
         "fingerprint": model.fingerprint(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
-        "commit": git_commit(),
+        "commit": COMMIT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line(),
     }

@@ -138,7 +138,7 @@ def _summary(
     }
     kl = _values(part, "kl")
     found = {
-        "score": bootstrap_interval(_values(part, "score") or [math.nan]),
+        "score": bootstrap_interval(_values(part, "score")),
         "kl": bootstrap_interval(kl) if kl else NOTHING,
         "nll": bootstrap_interval(nll) if (nll := _values(part, "nll")) else NOTHING,
         "share": bootstrap_interval(share) if (share := _values(part, "share")) else NOTHING,

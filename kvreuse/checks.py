@@ -14,8 +14,8 @@ from kvreuse.rope import rotate
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
 
-# Largest difference allowed, relative to the largest number: rounding of the type over a few dozen layers.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+# Largest difference allowed, relative to the largest number: about three times the rounding seen over 30 real layers.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 1.5e-2, torch.bfloat16: 8e-2}
 _SHIFT = 37
 
 
@@ -24,11 +24,22 @@ def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _tolerance(model: ReuseModel) -> float:
-    if getattr(
-        model.hf, "is_quantized", False
-    ):  # activations are quantized by batch, so rows depend on each other a little
-        return 3e-1
-    return _TOLERANCE.get(model.dtype, 2e-1)
+    limit = _TOLERANCE.get(model.dtype, 8e-2)
+    if getattr(model.hf, "is_quantized", False):
+        # Activations are quantized over the rows of a batch, so rows depend on each other: by how much is measured.
+        return max(limit, 4 * _noise(model))
+    return limit
+
+
+@torch.inference_mode()
+def _noise(model: ReuseModel) -> float:
+    """Relative difference of the logits between a prefill in one piece and in two, by Hugging Face's own cache."""
+    ids = _random_ids(model, 24, seed=4).to(model.device)
+    positions = torch.arange(24, device=model.device)
+    cache = DynamicCache()
+    compat.run_model(model.hf, ids[None, :16], positions[None, :16], cache)
+    pieces = compat.run_model(model.hf, ids[None, 16:], positions[None, 16:], cache)
+    return _relative_error(pieces[:, -1], model.prefill(ids)[0])
 
 
 def _random_ids(model: ReuseModel, count: int, seed: int) -> torch.Tensor:

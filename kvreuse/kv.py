@@ -106,6 +106,14 @@ def encode_chunk(
     context and chunk are shifted together, nothing stands before them. ``long_rope``: encode with the frequencies of
     a longrope model's long prompts, for use in one.
     """
+    if ids.numel() == 0:
+        raise ValueError("ids is empty: there is nothing to encode")
+    if start is not None and start < context.numel():
+        raise ValueError(
+            f"start={start} is inside the {context.numel()} context tokens: give {context.numel()} or more"
+        )
+    if long_rope and not model.long_rope_length:
+        raise ValueError(f"long_rope=True, but {model.name} is no longrope model")
     start = context.numel() if start is None else start
     joined = torch.cat([context, ids]).to(model.device)
     first = start - context.numel()

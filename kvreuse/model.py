@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +11,7 @@ from transformers import DynamicCache
 
 from kvreuse import compat
 from kvreuse.errors import PromptTooLongError, UnsupportedModelError
+from kvreuse.fingerprint import Fingerprint
 from kvreuse.results import Answer, Prefill
 from kvreuse.rope import RotaryTable
 
@@ -34,6 +33,8 @@ class ReuseModel:
     """
 
     def __init__(self, hf: nn.Module, tokenizer: Any = None, name: str | None = None) -> None:
+        if not isinstance(hf, nn.Module):
+            raise TypeError(f"hf={hf!r} is not a model: give a Hugging Face causal LM, or use kr.load_model(name)")
         self.hf: Any = hf.eval()
         self.tokenizer = tokenizer
         self.config = compat.text_config(hf)
@@ -49,7 +50,7 @@ class ReuseModel:
         for layer in self.layers:
             compat.attention_module(layer)
         self._checked = False
-        self._fingerprint: tuple[tuple[tuple[int, int], ...], str] | None = None
+        self._fingerprint = Fingerprint(hf)
         self._key_rotation: list[str] | None = None
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -117,12 +118,7 @@ class ReuseModel:
         if not self._checked:
             from kvreuse.checks import check_model
 
-            self._checked = True  # the check itself reuses
-            try:
-                check_model(self)
-            except BaseException:
-                self._checked = False
-                raise
+            check_model(self)
 
     def check_length(self, num_tokens: int) -> None:
         """Raise `PromptTooLongError` for more tokens than the model's context."""
@@ -143,12 +139,8 @@ class ReuseModel:
             )
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of weights and configuration: of content, not of names. Recomputed after an in-place edit."""
-        tensors = dict(_weights(self.hf))
-        versions = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors.values())
-        if self._fingerprint is None or self._fingerprint[0] != versions:
-            self._fingerprint = versions, _hash_model(self.hf, tensors)
-        return self._fingerprint[1]
+        """SHA-256 (hex) of weights and configuration, taken again after an edit in place (`kvreuse.fingerprint`)."""
+        return self._fingerprint.current()
 
     # -- text -------------------------------------------------------------------------------------------------------
 
@@ -196,6 +188,8 @@ class ReuseModel:
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens}: ask for at least one token")
+        if stop == "":
+            raise ValueError("stop='' would end every answer at once: give a string that ends it, or None")
         length = result.prompt.num_tokens
         token, tokens, text = result.first_token, [], ""
         try:
@@ -219,7 +213,8 @@ class ReuseModel:
     def generate_inputs(self, result: Prefill) -> dict[str, Any]:
         """Arguments for ``model.hf.generate``: the prompt's ids and the first new token [1, S + 1], mask, cache.
 
-        Hugging Face's ``generate`` appends to the cache it is given, so hand a result on once.
+        Hugging Face's ``generate`` appends to the cache it is given, so hand a result on once. Where the first token is
+        an end token the answer is empty: `generate` says so, Hugging Face's would go on behind it.
         """
         ids = torch.cat([result.prompt.input_ids, torch.tensor([result.first_token])])[None].to(self.device)
         return {
@@ -235,6 +230,9 @@ class ReuseModel:
         if not ids:
             raise ValueError("token_ids is empty: there is nothing to score")
         length = result.prompt.num_tokens
+        self.check_length(length + len(ids) - 1)
+        if max(ids) >= self.config.vocab_size:
+            raise ValueError(f"token id {max(ids)} is outside {self.name}'s vocabulary of {self.config.vocab_size}")
         logits = [result.logits[0, None]]
         if len(ids) > 1:
             try:
@@ -250,34 +248,3 @@ class ReuseModel:
 
     def __repr__(self) -> str:
         return f"ReuseModel({self.name}, {self.num_layers} layers, {self.dtype}, {self.device})"
-
-
-def _weights(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that decide what the model computes.
-
-    Not by ``state_dict``: bitsandbytes repacks 4-bit weights when asked for it and computes nonsense afterwards.
-    """
-    for name, parameter in hf.named_parameters():
-        yield name, parameter
-        scales = getattr(getattr(parameter, "quant_state", None), "absmax", getattr(parameter, "SCB", None))
-        if isinstance(scales, torch.Tensor):
-            yield f"{name}.scales", scales
-    for name, buffer in hf.named_buffers(remove_duplicate=False):  # in 5.0 the current one may be the original
-        # longrope rewrites its current frequencies at every call; what they are made from does not change
-        if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
-            yield name, buffer
-
-
-def _hash_model(hf: Any, tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    config = {k: v for k, v in hf.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    seen: set[int] = set()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"|{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-        if tensor.is_meta:  # offloaded by accelerate: its content is on disk under the model's name
-            digest.update(str(getattr(hf, "name_or_path", "")).encode())
-        elif tensor.data_ptr() not in seen:  # tied weights are hashed once
-            seen.add(tensor.data_ptr())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -16,7 +16,11 @@ _CHUNKS_GO_HERE = "\u241e"  # a symbol no chat template contains; marks where th
 
 
 def _as_ids(ids: Any, what: str) -> torch.Tensor:
+    if isinstance(ids, str):
+        raise TypeError(f"{what} is text, not token ids: use RagPrompt.from_texts")
     tensor = torch.as_tensor(ids)
+    if tensor.dim() == 0:
+        raise TypeError(f"{what} is a single number: give its token ids as a list")
     if tensor.numel() == 0:
         tensor = tensor.long()
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
@@ -27,7 +31,7 @@ def _as_ids(ids: Any, what: str) -> torch.Tensor:
         )
     if tensor.numel() and int(tensor.min()) < 0:
         raise ValueError(f"{what} holds the negative token id {int(tensor.min())}")
-    return tensor.long().cpu()
+    return tensor.long().cpu().clone()
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ TTFT_STAGES = (
 class Trace:
     """What a prefill did.
 
-    ``selected``: per layer, the sorted positions whose K/V were recomputed there (question included) [n_l].
+    ``selected``: per layer, the sorted positions that ran through it (question included) [n_l]. On HKVD's check layer
+    K/V of all other inexact tokens are fresh as well.
     ``stages``: seconds per stage; those of `TTFT_STAGES` make up the TTFT, ``encode_s`` (chunks computed for next
     time) does not. ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V
     are exact. ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.

@@ -16,11 +16,6 @@ class StageTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stages: dict[str, float] = {}
-        self.start()
-
-    def start(self) -> None:
-        """Begin (again) at zero."""
-        self.stages.clear()
         self._last = self._now()
 
     def _now(self) -> float:
@@ -35,8 +30,3 @@ class StageTimer:
         now = self._now()
         self.stages[name] = self.stages.get(name, 0.0) + now - self._last
         self._last = now
-
-    @property
-    def total_s(self) -> float:
-        """Seconds over all stages."""
-        return sum(self.stages.values())

@@ -75,7 +75,7 @@ def test_map_passes_equal_single_prompts(demo_model, prompt):
     """Batched, left-padded, with reused prefixes: every chunk's pass says what it says alone."""
     method = kr.MapReduce(map_tokens=12)
     store = stored(method, demo_model, prompt)
-    mapped, timer = method.map_chunks(demo_model, prompt, store, method.instruction, method.map_tokens)
+    mapped, timer = method.map_chunks(demo_model, prompt, store, method.map_tokens)
     asked = torch.cat([demo_model.tokenize(method.instruction), prompt.question])
     for chunk, got in zip(prompt.chunks, mapped, strict=True):
         alone = kr.RagPrompt(prompt.prefix, [chunk], asked)

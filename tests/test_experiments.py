@@ -202,13 +202,13 @@ def test_a_partial_file_of_another_run_is_started_over(folder, model, change):
     assert not any(after[key] == before[key] for key in before)
 
 
-def test_another_commit_or_date_is_the_same_run(folder, model):
+def test_another_date_is_the_same_run(folder, model):
     path = folder / config().file_name
     before = ttfts(path)
     cut(path, 1 + len(PAIR))
     partial = partial_path(path)
     header, *rest = partial.read_text().split("\n")
-    partial.write_text("\n".join([json.dumps(json.loads(header) | {"commit": "x", "date": "y"}), *rest]))
+    partial.write_text("\n".join([json.dumps(json.loads(header) | {"date": "y"}), *rest]))
     after = ttfts(run_here(folder, model))
     assert after["case-0", "FullRecompute()"] == before["case-0", "FullRecompute()"]
 
@@ -273,6 +273,17 @@ def test_a_failure_in_the_first_case_ends_the_run(tmp_path, model, monkeypatch):
     monkeypatch.setattr(Interrupted, "question", text(0, 6))
     with pytest.raises(RuntimeError, match="wrong device"):
         run_here(tmp_path, model, methods=(kr.FullRecompute(), Interrupted()))
+
+
+def test_a_resumed_run_may_begin_with_a_failing_case(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(Interrupted, "error", RuntimeError("out of memory"))
+    monkeypatch.setattr(Interrupted, "question", text(1, 6))
+    methods = (kr.FullRecompute(), Interrupted())
+    path = run_here(tmp_path, model, methods=methods)
+    cut(path, 1 + len(methods))  # killed behind case-0
+    results = read_results(run_here(tmp_path, model, methods=methods))
+    assert results.complete
+    assert {r["case_id"] for r in results.records if r["error"]} == {"case-1"}
 
 
 def test_cases_that_do_not_fit_are_skipped_and_counted(tmp_path, model, capsys):

@@ -302,3 +302,51 @@ def test_a_finished_request_leaves_nothing_behind(model):
             assert keys() is None
     finally:
         gc.enable()
+
+
+def test_an_exact_chunk_stays_exact_when_its_prefix_is_gone(model):
+    prompt = rag_prompt()
+    method, store = kr.CacheBlend(ratio=0.5), kr.KVStore()
+    method.encode(model, prompt, store)
+    store.delete(method.segments(model, prompt)[0].key(model.fingerprint()))
+    trace = method.prefill(model, prompt, store).trace
+    first = prompt.chunks[0].numel()
+    assert (trace.misses, trace.num_exact) == (1, first)
+    assert trace.num_reused == prompt.num_context - prompt.prefix.numel() - first
+    kept = set(range(prompt.prefix.numel(), prompt.prefix.numel() + first))
+    assert not any(kept & set(rows.tolist()) for rows in trace.selected)
+
+
+@pytest.mark.parametrize("selector", [kr.RandomTokens(), kr.FirstTokens(), kr.QuestionAttention()], ids=repr)
+def test_every_selector_has_the_same_budget_and_none_narrows_by_layer_0(model, selector):
+    """On layer 0 nothing deviates: what drops out behind it would be rounding noise."""
+    prompt = rag_prompt(chunks=(40, 50, 60))
+    method = kr.CacheBlend(ratio=0.2, selector=selector)
+    trace = method.prefill(model, prompt, stored(method, model, prompt)).trace
+    assert torch.equal(trace.selected[0], trace.selected[1])
+    counts = [len(rows) - 6 for rows in trace.selected[1:]]
+    assert counts == sorted(counts, reverse=True)
+    assert sum(counts) / len(counts) == pytest.approx(0.2 * 110, abs=1)
+
+
+@pytest.mark.parametrize("asked", ["question_attention", "true_deviation"])
+def test_a_selector_in_the_middle_of_a_pass_cannot_start_another(model, asked):
+    class Greedy(kr.HKVD):
+        def scores(self, view):
+            return getattr(view, asked)(*(["kv"] if asked == "true_deviation" else []))
+
+    prompt = rag_prompt()
+    method = kr.CacheBlend(selector=Greedy())
+    with pytest.raises(ValueError, match="need needs_fresh_kv = False"):
+        method.prefill(model, prompt, stored(method, model, prompt))
+
+
+def test_chunks_that_cannot_be_encoded(model):
+    with pytest.raises(ValueError, match="ids is empty"):
+        kr.encode_chunk(model, ids(3, 0), ids(0, 0))
+    with pytest.raises(ValueError, match="start=2 is inside the 5 context tokens"):
+        kr.encode_chunk(model, ids(5, 0), ids(3, 1), start=2)
+    with pytest.raises(ValueError, match="no longrope model"):
+        kr.encode_chunk(model, ids(5, 0), ids(3, 1), long_rope=True)
+    with pytest.raises(ValueError, match="place=-3"):
+        kr.rerotate_keys(model, kr.encode_chunk(model, ids(0, 0), ids(3, 1)), -3, 10)

@@ -30,6 +30,8 @@ def test_prompt_joins_ids_in_order():
         (([1], [[2.5]], [3]), TypeError, r"chunks\[0\] holds torch.float32"),
         (([1], [[[2]]], [3]), ValueError, r"chunks\[0\] has shape \(1, 1\)"),
         (([-4], [[2]], [3]), ValueError, "negative token id -4"),
+        (("abc", [[2]], [3]), TypeError, "prefix is text, not token ids"),
+        (([1], [3, 4, 5], [3]), TypeError, r"chunks\[0\] is a single number"),
     ],
 )
 def test_bad_prompts_name_the_part(parts, error, message):
@@ -65,6 +67,7 @@ def test_prompts_the_model_cannot_take(model, method):
     [
         (lambda: kr.CacheBlend(ratio=1.5), r"ratio=1.5: .*\[0, 1\]"),
         (lambda: kr.CacheBlend(ratio=-0.1), r"ratio=-0.1"),
+        (lambda: kr.CacheBlend(ratio="0.1"), r"ratio='0.1'"),
         (lambda: kr.CacheBlend(ratio=float("nan")), r"ratio=nan"),
         (lambda: kr.CacheBlend(schedule="steep"), "schedule='steep': choose one of constant, gradual"),
         (lambda: kr.CacheBlend(metric="q"), "metric='q': choose one of k, v, kv"),
@@ -206,3 +209,35 @@ def test_a_template_that_drops_the_text_is_refused():
         kr.RagPrompt.from_texts(model, chunks=["a"], question="b")
     prompt = kr.RagPrompt.from_texts(model, chunks=["a"], question="b", chat_template=False)
     assert prompt.prefix.tolist() == [1]  # the tokenizer's own opening
+
+
+def test_the_wrong_kind_of_thing_says_what_to_pass(model):
+    prompt, store = rag_prompt(), kr.KVStore()
+    for method in (kr.FullRecompute(), kr.CacheBlend(), kr.PrefixCaching(), kr.MapReduce()):
+        with pytest.raises(TypeError, match=r"wrap it as kr.ReuseModel"):
+            method.prefill(model.hf, prompt, store)
+        with pytest.raises(TypeError, match=r"make one with kr.RagPrompt"):
+            method.prefill(model, "a text", store)
+    with pytest.raises(TypeError, match="is not a model"):
+        kr.ReuseModel("gpt2")
+    with pytest.raises(TypeError, match="give a selector object"):
+        kr.CacheBlend(selector=kr.HKVD)
+    with pytest.raises(TypeError, match="schedule=3"):
+        kr.CacheBlend(schedule=3)
+
+
+def test_a_prompt_keeps_its_own_copy():
+    chunk = torch.tensor([3, 4, 5])
+    prompt = kr.RagPrompt([1], [chunk], [2])
+    chunk[0] = 9
+    assert prompt.chunks[0].tolist() == [3, 4, 5]
+
+
+def test_scores_and_stops_that_make_no_sense(model):
+    result = kr.FullRecompute().prefill(model, rag_prompt())
+    with pytest.raises(kr.PromptTooLongError, match="takes 256"):
+        model.score(result, ids(250, 1))
+    with pytest.raises(ValueError, match="outside llama's vocabulary"):
+        model.score(result, [VOCAB])
+    with pytest.raises(ValueError, match="stop=''"):
+        model.generate(result, stop="")

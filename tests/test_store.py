@@ -90,7 +90,7 @@ def test_sizes(size, expected):
     assert parse_bytes(size) == expected
 
 
-@pytest.mark.parametrize("size", ["", "two", "-1", "5 parsecs", 0, -3, True])
+@pytest.mark.parametrize("size", ["", "two", "-1", "5 parsecs", "0.5", 0, -3, True])
 def test_bad_sizes_name_the_value(size):
     with pytest.raises(ValueError, match=f"size {size!r}"):
         kr.KVStore(memory=size)
@@ -98,7 +98,9 @@ def test_bad_sizes_name_the_value(size):
 
 def test_disk_is_refused_until_it_exists():
     with pytest.raises(ValueError, match="memory only"):
-        kr.KVStore(disk="folder")
+        kr.KVStore(disk="folder", disk_capacity="50GiB")
+    with pytest.raises(ValueError, match="without disk="):
+        kr.KVStore(disk_capacity="50GiB")
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.lists(st.integers(0, 9), min_size=1, max_size=4))
@@ -145,3 +147,23 @@ def test_an_in_place_weight_edit_turns_stored_chunks_into_misses():
     result = method.prefill(model, prompt, store)
     assert result.trace.hits == 0
     assert torch.equal(result.logits, kr.FullRecompute().prefill(model, prompt).logits)
+
+
+def test_an_edit_through_data_is_noticed():
+    """It leaves version counters alone; a sample of every tensor shows it."""
+    model = tiny_model()
+    before = model.fingerprint()
+    assert model.fingerprint() == before
+    model.layers[1].self_attn.v_proj.weight.data.mul_(2.0)
+    after = model.fingerprint()
+    assert after != before
+    model.layers[1].self_attn.v_proj.weight.data.div_(2.0)
+    assert model.fingerprint() == before
+
+
+def test_a_store_too_small_for_one_prompt_says_so():
+    model = tiny_model()
+    prompt = kr.RagPrompt(ids(4, 0), [ids(20, 1), ids(20, 2)], ids(3, 3))
+    one = kr.encode_chunk(model, prompt.prefix, prompt.chunks[0]).num_bytes
+    with pytest.warns(UserWarning, match="push each other out"):
+        kr.CacheBlend().encode(model, prompt, kr.KVStore(memory=int(1.5 * one)))

@@ -2,6 +2,7 @@
 
 import pytest
 import survey
+import torch
 import transformers
 
 import kvreuse as kr
@@ -40,3 +41,12 @@ def test_is_refused_for_its_reason(name):
     _require_type(model_type)
     with pytest.raises(kr.UnsupportedModelError, match=reason if IS_SURVEYED else None):
         kr.check_model(survey.survey_model(model_type, settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_alibi_is_refused_in_low_precision_too(dtype):
+    """Its error hides in a tolerance that is too wide for the type's rounding."""
+    model_type, settings, _ = survey.REFUSED["falcon-alibi"]
+    model = kr.ReuseModel(survey.survey_model(model_type, settings).hf.to(dtype))
+    with pytest.raises(kr.UnsupportedModelError, match="differs from full prefill"):
+        kr.check_model(model)

@@ -11,7 +11,7 @@ from transformers import Cache
 from kvreuse.blend.cache import new_blend_cache
 from kvreuse.blend.deviation import Metric, squared_deviation
 from kvreuse.blend.placement import allocate, place_keys
-from kvreuse.blend.plan import Segment, exact_length, reused_positions
+from kvreuse.blend.plan import Segment, reused_positions
 from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant, Schedule
 from kvreuse.blend.selectors import SelectionView, Selector
@@ -63,7 +63,7 @@ class Fusor:
         blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
         logits = blend.run()
         trace.selected = blend.selected
-        trace.num_exact, trace.num_reused = blend.exact, blend.positions.numel()
+        trace.num_exact, trace.num_reused = blend.num_exact, blend.positions.numel()
         return Prefill(logits, blend.cache, trace, prompt)
 
 
@@ -82,16 +82,18 @@ class _Blend:
         self.fusor, self.model, self.cache, self.timer = fusor, model, cache, timer
         self.input_ids, self.num_question = prompt.input_ids, prompt.question.numel()
         self.num_tokens = prompt.num_tokens
-        self.exact = 0 if fusor.as_released else exact_length(segments)
-        positions, chunk, offset = reused_positions(segments, self.exact)
+        positions, chunk, offset = reused_positions(segments)
         if fusor.as_released:  # the last token is forced, all others are candidates
             inside = positions < self.num_tokens - 1
             positions, chunk, offset = positions[inside], chunk[inside], offset[inside]
         self.positions, self._chunk, self._offset = positions, chunk, offset
         is_forced = torch.ones(self.num_tokens, dtype=torch.bool)
-        is_forced[: self.exact] = False
-        is_forced[positions] = False
+        for segment in segments:
+            if segment.stored is not None:
+                is_forced[segment.place : segment.stop] = False
+        is_forced[-1] = True
         self.forced = is_forced.nonzero()[:, 0]
+        self.num_exact = self.num_tokens - self.forced.numel() - positions.numel()
         selects = fusor.selector is not None and fusor.ratio > 0 and positions.numel() > 0
         self.selector = fusor.selector if selects else None
         self.first = 1 if self.selector is not None and self.selector.needs_fresh_kv else 0
@@ -108,7 +110,7 @@ class _Blend:
                 self._choose(self.view)
             rows = self._rows()
         self.timer.mark("check_s")
-        self._measure_from(self.first)
+        self._measure_deviation()
         row_pass = RowPass(
             self.model,
             self.cache,
@@ -142,8 +144,8 @@ class _Blend:
 
     def _count(self, layer: int) -> int:
         assert self.selector is not None
-        steps = self.model.num_layers - self.first
-        ratio = self.fusor.schedule.ratio(self.fusor.ratio, layer - self.first, steps)
+        # Layer 0 is outside the schedule for every selector: nothing deviates there by which tokens could drop out.
+        ratio = self.fusor.schedule.ratio(self.fusor.ratio, max(0, layer - 1), self.model.num_layers - 1)
         return min(self.selector.count(self.view, ratio), self.positions.numel())
 
     def _choose(self, view: SelectionView) -> None:
@@ -171,7 +173,8 @@ class _Blend:
                 parts = (fresh.keys, fresh.values, fresh.stored_keys, fresh.stored_values)
                 return squared_deviation(metric, *parts).cpu()[is_candidate]
 
-            self._choose(replace(self.view, deviation=deviation))
+            too_late = self._too_late
+            self._choose(replace(self.view, deviation=deviation, question_attention=too_late, true_deviation=too_late))
             self.timer.mark("check_s")
             kept = self._rows()
             # The pass overwrites this layer's K/V with themselves: keep the deviation the check has seen.
@@ -191,10 +194,10 @@ class _Blend:
         self.chosen = self.chosen[torch.topk(of_chosen, count).indices.sort().values]
         return self._rows()
 
-    def _measure_from(self, first: int) -> None:
+    def _measure_deviation(self) -> None:
         """Have the cache measure the deviation of what it overwrites, where a schedule will ask for it."""
         if self.selector is not None and not isinstance(self.fusor.schedule, Constant):
-            for held in self.cache.layers[first:-1]:
+            for held in self.cache.layers[1:-1]:
                 held.measure = self.fusor.measure
 
     def _layer_end(self, layer: int) -> None:
@@ -208,6 +211,12 @@ class _Blend:
     def _no_fresh_kv(self, metric: Metric) -> torch.Tensor:
         raise ValueError(
             f"{self.selector!r} asks for the deviation without needs_fresh_kv = True: nothing is computed yet"
+        )
+
+    def _too_late(self, *_: object) -> torch.Tensor:
+        raise ValueError(
+            f"{self.selector!r} has needs_fresh_kv = True and chooses in the middle of a pass: only deviation() is "
+            "known there; question_attention() and true_deviation() need needs_fresh_kv = False"
         )
 
     def _question_attention(self) -> torch.Tensor:

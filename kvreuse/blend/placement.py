@@ -21,6 +21,8 @@ def rerotate_keys(model: ReuseModel, kv: ChunkKV, place: int, num_tokens: int) -
 
     Per layer [1, H_kv, T, D]; the stored keys are not changed. Values carry no position.
     """
+    if place < 0:
+        raise ValueError(f"place={place}: positions start at 0")
     tables = _Tables(model, max(num_tokens, place + kv.num_tokens))
     out = []
     for layer, keys in enumerate(kv.keys):

@@ -68,21 +68,11 @@ def look_up(segments: list[Segment], fingerprint: str, store: KVStore) -> list[S
     return [replace(s, stored=store.get(s.key(fingerprint), s.ids)) for s in segments]
 
 
-def exact_length(segments: list[Segment]) -> int:
-    """Tokens at the front of the prompt whose stored K/V are exact, without a gap."""
-    end = 0
-    for segment in segments:
-        if segment.stored is None or not segment.exact or segment.place != end:
-            break
-        end = segment.stop
-    return end
-
-
-def reused_positions(segments: list[Segment], exact: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The candidates, stored tokens behind the exact ones: (positions, chunk index, offset in it), [n] each."""
+def reused_positions(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The candidates, stored tokens that are not exact: (positions, chunk index, offset in it), [n] each."""
     parts = []
     for index, segment in enumerate(segments):
-        if segment.stored is not None and segment.place >= exact:
+        if segment.stored is not None and not segment.exact:
             n = segment.ids.numel()
             parts.append((torch.arange(segment.place, segment.stop), torch.full((n,), index), torch.arange(n)))
     if not parts:

@@ -38,7 +38,7 @@ Narrow = Callable[[int, torch.Tensor, Project], torch.Tensor | None]
 
 
 class RowPass:
-    """Runs ``rows`` (sorted positions) through all layers over a `BlendCache` that holds K/V of every other position.
+    """Runs ``rows`` (sorted positions) through all layers over a cache (`new_blend_cache`) with K/V of the others.
 
     Args:
         narrow: called before each layer with (layer, rows, project); returns the rows that stay, or None for all.

@@ -44,4 +44,6 @@ def parse_schedule(schedule: str | Schedule) -> Schedule:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}, or a schedule object")
         return SCHEDULES[schedule]
+    if not isinstance(schedule, Constant | Gradual):
+        raise TypeError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}, or a schedule object")
     return schedule

@@ -23,7 +23,7 @@ class SelectionView:
     ``deviation(metric)`` -> [n]: of fresh against stored K/V on the check layer (only with ``needs_fresh_kv``).
     ``question_attention()`` -> [L, n]: attention from the question over the reused K/V, averaged over heads and
     question tokens. ``true_deviation(metric)`` -> [L, n]: against full recompute's K/V (costs a full prefill;
-    analysis only).
+    analysis only). With ``needs_fresh_kv`` the choice falls in the middle of a pass, and these two raise.
     """
 
     positions: torch.Tensor
@@ -108,7 +108,7 @@ class RandomTokens(Selector):
 
 @dataclass(frozen=True)
 class Windows(Selector):
-    """Contiguous windows of ``size`` tokens, in random order."""
+    """Windows of ``size`` candidates in a row, in random order."""
 
     size: int = 32
     seed: int = 0

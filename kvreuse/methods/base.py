@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -50,11 +51,23 @@ class ReuseMethod(ABC):
 
     def check_request(self, model: ReuseModel, prompt: RagPrompt, store: KVStore | None) -> KVStore:
         """Raise for a model, prompt or store that cannot be served; returns the store."""
+        check_types(model, prompt)
         if not isinstance(store, KVStore):
             raise TypeError(f"{self!r} reuses stored K/V and was given store={store!r}: pass kr.KVStore()")
         model.require_supported()
         model.check_prompt(prompt)
         return store
+
+
+def check_types(model: object, prompt: object) -> None:
+    """Raise for a bare Hugging Face model or a text where a wrapped model and a prompt belong."""
+    from kvreuse.model import ReuseModel
+    from kvreuse.prompt import RagPrompt
+
+    if not isinstance(model, ReuseModel):
+        raise TypeError(f"model is a {type(model).__name__}: wrap it as kr.ReuseModel(hf_model, tokenizer)")
+    if not isinstance(prompt, RagPrompt):
+        raise TypeError(f"prompt is a {type(prompt).__name__}: make one with kr.RagPrompt.from_texts(model, ...)")
 
 
 def encode_segment(model: ReuseModel, segment: Segment) -> ChunkKV:
@@ -66,17 +79,26 @@ def encode_missing(model: ReuseModel, segments: list[Segment], store: KVStore) -
     """Compute and store K/V of the segments the store does not have; seconds."""
     started = time.perf_counter()
     fingerprint = model.fingerprint()
-    for segment in segments:
-        key = segment.key(fingerprint)
+    keys = [segment.key(fingerprint) for segment in segments]
+    kept = True
+    for key, segment in zip(keys, segments, strict=True):
         if key not in store:
-            store.put(key, encode_segment(model, segment))
+            kept &= store.put(key, encode_segment(model, segment))
+    if kept and not all(key in store for key in keys):
+        warnings.warn(
+            f"{store!r} is too small for this prompt's K/V: chunks push each other out and are recomputed in every "
+            "request; give KVStore(memory=...) more room",
+            stacklevel=3,
+        )
     return time.perf_counter() - started
 
 
 def check_ratio(ratio: float) -> None:
     """Raise unless ``ratio`` is a fraction in [0, 1]."""
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"ratio={ratio}: the recompute ratio is a fraction in [0, 1] (0 reuses all, 1 recomputes all)")
+    if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        raise ValueError(
+            f"ratio={ratio!r}: the recompute ratio is a fraction in [0, 1] (0 reuses all, 1 recomputes all)"
+        )
 
 
 class ChunkReuse(ReuseMethod):

@@ -32,7 +32,7 @@ class CacheBlend(ChunkReuse):
             ``constant`` (one check layer, as in the released code), or a schedule object.
         metric: deviation of keys, values or both, squared L2.
         context: what stands before a chunk while it is encoded (`ChunkEncoder`).
-        selector: another selection rule in HKVD's place.
+        selector: another selection rule in HKVD's place (``FirstTokens(k)`` counts by k, not by ratio).
         as_released: reproduce the released code's faults, for comparison: a mask by rank, which lets selected tokens
             see the future, only the question's last token forced (the others reused as a chunk of their own), V
             ranked on one check layer.
@@ -49,6 +49,8 @@ class CacheBlend(ChunkReuse):
         check_ratio(self.ratio)
         parse_schedule(self.schedule)
         HKVD(self.metric)
+        if self.selector is not None and not isinstance(self.selector, Selector):
+            raise TypeError(f"selector={self.selector!r}: give a selector object, such as kr.HKVD()")
         ChunkEncoder(self.context)
 
     def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:

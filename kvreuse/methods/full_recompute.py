@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvreuse.methods.base import ReuseMethod
+from kvreuse.methods.base import ReuseMethod, check_types
 from kvreuse.results import Prefill, Trace
 from kvreuse.timing import StageTimer
 
@@ -27,6 +27,7 @@ class FullRecompute(ReuseMethod):
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore | None = None) -> Prefill:
         """Run every token through every layer."""
+        check_types(model, prompt)
         model.check_prompt(prompt)
         timer = StageTimer(model.device)
         logits, cache = model.prefill(prompt.input_ids)

@@ -34,14 +34,22 @@ class MappedChunk:
 
 
 class MapMethod(ReuseMethod):
-    """A method whose first step is one pass per chunk behind the prompt's own prefix."""
+    """A method whose first step is one pass per chunk behind the prompt's own prefix.
+
+    ``instruction`` stands between chunk and question.
+    """
+
+    instruction: str
 
     def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:
         """Prefix and chunks; in its own pass every chunk is exact."""
         # A pass is shorter than the prompt: its own length decides a longrope model's factors.
-        longest = prompt.num_tokens - prompt.num_context + prompt.prefix.numel() + max(c.numel() for c in prompt.chunks)
+        longest = prompt.prefix.numel() + max(c.numel() for c in prompt.chunks) + self._asked(model, prompt).numel()
         long_rope = model.long_rope(longest)
         return [replace(s, long_rope=long_rope) for s in chunk_segments(model, prompt, ChunkEncoder("prefix"))]
+
+    def _asked(self, model: ReuseModel, prompt: RagPrompt) -> torch.Tensor:
+        return torch.cat([model.tokenize(self.instruction), prompt.question])
 
     def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
         """Compute and store K/V of the prefix and of every chunk behind it; seconds."""
@@ -54,10 +62,9 @@ class MapMethod(ReuseMethod):
         model: ReuseModel,
         prompt: RagPrompt,
         store: KVStore,
-        instruction: str,
         max_new_tokens: int,
     ) -> tuple[list[MappedChunk], StageTimer]:
-        """Ask ``instruction`` + question about every chunk alone, in one batch; the timer goes on running."""
+        """Ask instruction and question about every chunk alone, in one batch; the timer goes on running."""
         store = self.check_request(model, prompt, store)
         fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
@@ -72,7 +79,7 @@ class MapMethod(ReuseMethod):
                 timer.mark("map_prefill_s")
             parts.append(kv)
         prefix = parts.pop(0) if prompt.prefix.numel() else None
-        asked = torch.cat([model.tokenize(instruction), prompt.question]).to(model.device)
+        asked = self._asked(model, prompt).to(model.device)
         longest = max(p.num_tokens for p in parts) + prompt.prefix.numel()
         model.check_length(longest + asked.numel() + max_new_tokens)
         cache, lengths = _left_padded(model, prefix, parts, longest)

@@ -42,7 +42,7 @@ class MapReduce(MapMethod):
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
         """Map all chunks, then prefill the reduced prompt; ``result.prompt`` is the reduced one."""
-        mapped, timer = self.map_chunks(model, prompt, store, self.instruction, self.map_tokens)
+        mapped, timer = self.map_chunks(model, prompt, store, self.map_tokens)
         separator = model.tokenize("\n\n")
         texts = [torch.cat([torch.tensor(m.token_ids), separator]) for m in mapped if m.token_ids]
         reduced = RagPrompt(prompt.prefix, texts or [separator], prompt.question)

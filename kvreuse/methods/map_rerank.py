@@ -49,14 +49,14 @@ class MapRerank(MapMethod):
         """Answer from every chunk alone and keep the best."""
         score_tokens = model.tokenize("\nScore: 100").numel()
         budget = max_new_tokens + score_tokens
-        mapped, timer = self.map_chunks(model, prompt, store, self.instruction, budget)
+        mapped, timer = self.map_chunks(model, prompt, store, budget)
         best = max(mapped, key=_confidence)
         found = _SCORED.match(best.text)
         text = found[1] if found else best.text
         if stop is not None:
             text = text.split(stop, 1)[0]
         ttft_s = sum(timer.stages.get(name, 0.0) for name in TTFT_STAGES)
-        return Answer(text.strip(), best.token_ids[:max_new_tokens], ttft_s, dict(timer.stages))
+        return Answer(text.strip(), model.tokenize(text.strip()).tolist(), ttft_s, dict(timer.stages))
 
 
 def _confidence(mapped: MappedChunk) -> tuple[int, float]:

@@ -30,12 +30,16 @@ class KVStore:
 
     Args:
         memory: capacity in main memory, like "2GiB" or a number of bytes.
-        disk: the place of the disk tier, which this version does not have yet; leave it None.
+        disk, disk_capacity: the disk tier's folder and limit; this version does not have it yet, leave them None.
 
     An entry larger than the capacity is not kept: one warning, and the request is served without it.
     """
 
-    def __init__(self, memory: str | int = "2GiB", disk: str | Path | None = None) -> None:
+    def __init__(
+        self, memory: str | int = "2GiB", disk: str | Path | None = None, disk_capacity: str | int | None = None
+    ) -> None:
+        if disk is None and disk_capacity is not None:
+            raise ValueError(f"disk_capacity={disk_capacity!r} without disk=: there is no disk tier to limit")
         if disk is not None:
             raise ValueError(
                 f"disk={str(disk)!r}: this version keeps K/V in memory only; leave disk=None and give memory= more room"

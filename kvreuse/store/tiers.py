@@ -9,7 +9,6 @@ from kvreuse.kv import ChunkKV
 
 _UNITS = {
     "": 1,
-    "b": 1,
     "k": 10**3,
     "m": 10**6,
     "g": 10**9,
@@ -30,7 +29,7 @@ def parse_bytes(size: str | int) -> int:
         if match is None:
             raise ValueError(f"size {size!r} is not understood: write it like '2GiB', '500MB' or a number of bytes")
         number, unit = float(match[1]), (match[2] or "").lower()
-    if number <= 0:
+    if number * _UNITS[unit] < 1:
         raise ValueError(f"size {size!r}: a tier needs room for at least one byte")
     return int(number * _UNITS[unit])
 
