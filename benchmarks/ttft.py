@@ -32,7 +32,7 @@ def build_prompt(model: kr.ReuseModel, num_chunks: int, chunk_tokens: int) -> tu
     tokens = model.tokenize(text)
     needed = num_chunks * chunk_tokens
     tokens = tokens.repeat(-(-needed // tokens.numel()))[:needed]
-    question = task.question_template.format(question=case.question)
+    question = f"Question: {case.question}\nAnswer:"
     frame = kr.RagPrompt.from_texts(model, system=task.system, chunks=["-"], question=question)
     return kr.RagPrompt(frame.prefix, list(tokens.split(chunk_tokens)), frame.question), dataset.source
 
