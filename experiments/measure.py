@@ -76,7 +76,7 @@ def measure_case(
     stores: dict[Hashable, kr.KVStore] = {}
     encode_s: dict[Hashable, float] = {}
     for method in methods:
-        kind = _encoding(method)
+        kind = method.encoding
         if kind not in stores:
             stores[kind] = kr.KVStore(STORE_BYTES)
             encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
@@ -87,13 +87,13 @@ def measure_case(
     timed: dict[str, list[float]] = {repr(m): [] for m in order}
     for round_ in range(0 if warm else -1, repeats - 1):
         for method in order:
-            seconds = ttft(method, model, measurement, stores[_encoding(method)])
+            seconds = ttft(method, model, measurement, stores[method.encoding])
             if round_ >= 0:
                 timed[repr(method)].append(seconds)
     names = method_names(methods)
     reference: Reference | None = None
     for method in order:
-        kind = _encoding(method)
+        kind = method.encoding
         record, scored = measure(method, model, measurement, stores[kind], reference)
         reference = reference or scored
         runs = [*timed[repr(method)], record["ttft_s"]]
@@ -103,13 +103,6 @@ def measure_case(
     gc.collect()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _encoding(method: kr.ReuseMethod) -> Hashable:
-    """What methods that reuse the same stored K/V have in common."""
-    if isinstance(method, kr.ChunkReuse):
-        return method.context, getattr(method, "position", "rotate"), getattr(method, "as_released", False)
-    return "map passes" if isinstance(method, kr.MapReduce | kr.MapRerank) else repr(method)
 
 
 def measure(
@@ -135,7 +128,7 @@ def measure(
         **dict.fromkeys(_UNKNOWN),
         "error": None,
     }
-    if isinstance(method, kr.MapRerank):  # chooses among finished answers: there are no logits to compare
+    if not method.has_prefill:  # no logits to compare
         answer = method.answer(model, m.prompt, store, m.max_new_tokens, m.stop)
         return record | _answer_fields(answer), None
     result = method.prefill(model, m.prompt, store)
@@ -152,7 +145,7 @@ def measure(
 
 def ttft(method: kr.ReuseMethod, model: kr.ReuseModel, m: Measurement, store: kr.KVStore) -> float:
     """One more TTFT measurement, in seconds."""
-    if isinstance(method, kr.MapRerank):
+    if not method.has_prefill:
         return method.answer(model, m.prompt, store, m.max_new_tokens, m.stop).ttft_s
     return method.prefill(model, m.prompt, store).ttft_s
 

@@ -10,7 +10,7 @@ from transformers import Cache
 
 from kvreuse.blend.cache import new_blend_cache
 from kvreuse.blend.deviation import Metric, squared_deviation
-from kvreuse.blend.placement import allocate, place_keys
+from kvreuse.blend.placement import load, place_keys
 from kvreuse.blend.plan import Segment, reused_positions
 from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant, Schedule
@@ -56,9 +56,9 @@ class Fusor:
             timer.mark("recompute_s")
             return Prefill(logits, cache, trace, prompt)
 
-        buffers = allocate(model, segments, num_tokens)
+        buffers, loaded = load(model, segments, num_tokens)
         timer.mark("load_s")
-        place_keys(model, segments, num_tokens, buffers)
+        place_keys(model, loaded, num_tokens, buffers)
         timer.mark("rotate_s")
         blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
         logits = blend.run()

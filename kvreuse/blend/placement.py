@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,9 +52,8 @@ class _Tables:
         key = (self._model.layer_types[layer], kv.long_rope, kv.start, place, kv.num_tokens)
         if key not in self._moves:
             stop = kv.start + kv.num_tokens
-            encoded_at = self._table(layer, max(stop, self._model.long_rope_length) if kv.long_rope else stop)[
-                kv.start : stop
-            ]
+            length = max(stop, self._model.long_rope_length) if kv.long_rope else stop
+            encoded_at = self._table(layer, length)[kv.start : stop]
             target = self._table(layer, self._num_tokens)[place : place + kv.num_tokens]
             self._moves[key] = None if target.same_as(encoded_at) else target.minus(encoded_at)
         return self._moves[key]
@@ -65,11 +65,14 @@ def _place_keys(model: ReuseModel, tables: _Tables, layer: int, kv: ChunkKV, pla
     if move is None:
         out.copy_(kv.keys[layer])
     else:
-        rotate(kv.keys[layer].to(out.device), move, interleaved=pairing == "interleaved", out=out)
+        rotate(kv.keys[layer], move, interleaved=pairing == "interleaved", out=out)
 
 
-def allocate(model: ReuseModel, segments: list[Segment], num_tokens: int) -> Buffers:
-    """Buffers for the whole prompt's K/V with the stored values copied in; keys follow with `place_keys`."""
+def load(model: ReuseModel, segments: list[Segment], num_tokens: int) -> tuple[Buffers, list[Segment]]:
+    """Buffers for the whole prompt's K/V with the stored values copied in, and the segments with keys on their device.
+
+    The keys follow with `place_keys`.
+    """
     example = next(s.stored for s in segments if s.stored is not None)
     buffers: Buffers = []
     for layer in range(model.num_layers):
@@ -83,7 +86,11 @@ def allocate(model: ReuseModel, segments: list[Segment], num_tokens: int) -> Buf
         for s in segments:
             if s.stored is not None:
                 buffers[layer][1][:, :, s.place : s.stop].copy_(s.stored.values[layer])
-    return buffers
+
+    def with_keys_loaded(kv: ChunkKV) -> ChunkKV:
+        return replace(kv, keys=tuple(k.to(b.device) for k, (b, _) in zip(kv.keys, buffers, strict=True)))
+
+    return buffers, [s if s.stored is None else replace(s, stored=with_keys_loaded(s.stored)) for s in segments]
 
 
 def place_keys(model: ReuseModel, segments: list[Segment], num_tokens: int, buffers: Buffers) -> None:

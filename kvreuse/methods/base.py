@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvreuse.blend.fusor import Fusor
 from kvreuse.blend.plan import Segment, chunk_segments, look_up
@@ -22,8 +22,16 @@ if TYPE_CHECKING:
 class ReuseMethod(ABC):
     """A way to prefill a RAG prompt.
 
-    Subclasses are frozen dataclasses: the object is the configuration, its repr the name.
+    Subclasses are frozen dataclasses: the object is the configuration, its repr the name. ``has_prefill``: False where
+    a method only answers and has no prefilled prompt to continue or to score.
     """
+
+    has_prefill: ClassVar[bool] = True
+
+    @property
+    def encoding(self) -> str:
+        """Names what `encode` stores; methods of the same encoding share it."""
+        return repr(self)
 
     @property
     def label(self) -> str:
@@ -109,6 +117,11 @@ class ChunkReuse(ReuseMethod):
     """
 
     context: EncoderContext
+
+    @property
+    def encoding(self) -> str:
+        """Chunks encoded in the same context."""
+        return f"chunks, {self.context}"
 
     @abstractmethod
     def fusor(self) -> Fusor:

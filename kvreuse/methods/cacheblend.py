@@ -53,6 +53,11 @@ class CacheBlend(ChunkReuse):
             raise TypeError(f"selector={self.selector!r}: give a selector object, such as kr.HKVD()")
         ChunkEncoder(self.context)
 
+    @property
+    def encoding(self) -> str:
+        """As released, the question is stored as well."""
+        return f"{super().encoding}, question too" if self.as_released else super().encoding
+
     def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:
         """Prefix and chunks; as released, the question too."""
         segments = super().segments(model, prompt)

@@ -35,6 +35,11 @@ class FullReuse(ChunkReuse):
         if self.position not in get_args(Positions):
             raise ValueError(f"position={self.position!r}: choose one of {', '.join(get_args(Positions))}")
 
+    @property
+    def encoding(self) -> str:
+        """Chunks encoded in the same context and, with a buffer, at the same places."""
+        return super().encoding if self.position == "rotate" else f"{super().encoding}, at their places"
+
     def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:
         """Prefix and chunks, encoded at their own or at their target positions."""
         return chunk_segments(model, prompt, ChunkEncoder(self.context), position_buffer=self.position == "buffer")

@@ -41,6 +41,11 @@ class MapMethod(ReuseMethod):
 
     instruction: str
 
+    @property
+    def encoding(self) -> str:
+        """Chunks behind the prefix."""
+        return "chunks, prefix"
+
     def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:
         """Prefix and chunks; in its own pass every chunk is exact."""
         # A pass is shorter than the prompt: its own length decides a longrope model's factors.

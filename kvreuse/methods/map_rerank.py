@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvreuse.methods.map_passes import MapMethod
 from kvreuse.results import TTFT_STAGES, Answer, Prefill
@@ -33,6 +33,7 @@ class MapRerank(MapMethod):
     """
 
     instruction: str = RERANK_INSTRUCTION
+    has_prefill: ClassVar[bool] = False
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
         """There is no single prefilled prompt to return."""
