@@ -24,11 +24,14 @@ def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _tolerance(model: ReuseModel) -> float:
+    """The type's rounding, or four times what splitting a prefill changes on this model, if that is more.
+
+    fp32 leaves no room for doubt. Low precision rounds more in larger models, and quantized activations depend on which
+    rows run together.
+    """
+    quantized = getattr(model.hf, "is_quantized", False)
     limit = _TOLERANCE.get(model.dtype, 8e-2)
-    if getattr(model.hf, "is_quantized", False):
-        # Activations are quantized over the rows of a batch, so rows depend on each other: by how much is measured.
-        return max(limit, 4 * _noise(model))
-    return limit
+    return max(limit, 4 * _noise(model)) if quantized or model.dtype.itemsize < 4 else limit
 
 
 @torch.inference_mode()
@@ -55,6 +58,7 @@ def detect_key_rotation(model: ReuseModel) -> list[str]:
     Raises:
         UnsupportedModelError: if none does (absolute or learned positions, unknown rotary code, dynamic frequencies).
     """
+    limit = _tolerance(model)
     kinds = compat.rope_types(model.config)
     if any("dynamic" in kind for kind in kinds):
         raise UnsupportedModelError(
@@ -63,9 +67,8 @@ def detect_key_rotation(model: ReuseModel) -> list[str]:
         )
     ids = _random_ids(model, 8, seed=0).to(model.device)[None]
     caches = []
-    shifted = min(
-        _SHIFT, (compat.longrope_switch(model.config) or model.max_context) - 8
-    )  # both runs with the same frequencies
+    # Both runs with the same frequencies: on a longrope model, below its switch.
+    shifted = min(_SHIFT, (compat.longrope_switch(model.config) or model.max_context) - 8)
     for shift in (0, shifted):
         cache = DynamicCache()
         compat.run_decoder(model.hf, ids, torch.arange(shift, shift + 8, device=model.device)[None], cache)
@@ -80,7 +83,7 @@ def detect_key_rotation(model: ReuseModel) -> list[str]:
     for layer in range(model.num_layers):
         table = model.rotary_table(layer, shifted + 8)
         here, there = (cache.layers[layer].values for cache in caches)
-        if not _relative_error(here, there) <= _tolerance(model):
+        if not _relative_error(here, there) <= limit:
             raise UnsupportedModelError(
                 f"{model.name}: what layer {layer} keeps as values changes with the position (relative error "
                 f"{_relative_error(here, there):.1e}; multi-head latent attention keeps rotated keys there); only keys "
@@ -95,7 +98,7 @@ def detect_key_rotation(model: ReuseModel) -> list[str]:
         }
         errors = {kind: _relative_error(keys, there) for kind, keys in candidates.items()}
         best = min(errors, key=lambda kind: errors[kind])
-        if not errors[best] <= _tolerance(model):
+        if not errors[best] <= limit:
             raise UnsupportedModelError(
                 f"{model.name}: layer {layer}'s keys at shifted positions are not a rotation of those at position 0 "
                 f"(relative error {errors[best]:.1e}); its positions are not rotary, or rotate in a way this library "
