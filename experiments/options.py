@@ -187,10 +187,20 @@ def command(experiment: Experiment) -> Callable[..., None]:
         figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
     ) -> None:
         given = {
-            **{"model": model, "dataset": dataset, "limit": limit, "device": device, "dtype": dtype},
-            **{"data_dir": None if data_dir is None else str(data_dir), "quantization": quantization},
-            **{"threads": threads, "context": context, "num_chunks": num_chunks, "chunk_tokens": chunk_tokens},
-            **{"max_new_tokens": max_new_tokens, "repeats": repeats, "seed": seed},
+            "data_dir": None if data_dir is None else str(data_dir),
+            "model": model,
+            "dataset": dataset,
+            "limit": limit,
+            "device": device,
+            "dtype": dtype,
+            "quantization": quantization,
+            "threads": threads,
+            "context": context,
+            "num_chunks": num_chunks,
+            "chunk_tokens": chunk_tokens,
+            "max_new_tokens": max_new_tokens,
+            "repeats": repeats,
+            "seed": seed,
         }
         try:
             configs = configurations(experiment, preset_named("smoke" if smoke else preset), given)

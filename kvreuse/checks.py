@@ -51,14 +51,14 @@ def _random_ids(model: ReuseModel, count: int, seed: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def detect_key_rotation(model: ReuseModel) -> list[str]:
+def detect_key_rotation(model: ReuseModel, limit: float | None = None) -> list[str]:
     """Per layer ``half``, ``interleaved`` or ``none``: which rotation takes keys at positions 0.. to the keys of a
-    shifted run.
+    shifted run. ``limit`` is the relative error allowed, by default the gate's.
 
     Raises:
         UnsupportedModelError: if none does (absolute or learned positions, unknown rotary code, dynamic frequencies).
     """
-    limit = _tolerance(model)
+    limit = _tolerance(model) if limit is None else limit
     kinds = compat.rope_types(model.config)
     if any("dynamic" in kind for kind in kinds):
         raise UnsupportedModelError(
@@ -138,7 +138,7 @@ def check_model(model: ReuseModel) -> None:
     compat.run_model(model.hf, ids, torch.arange(ids.shape[1], device=model.device)[None], None)  # an error is its own
     model._checked = True  # the check itself reuses
     try:
-        model._key_rotation = detect_key_rotation(model)
+        model._key_rotation = detect_key_rotation(model, limit)
         store = KVStore("1GiB")
         reuse, blend = FullReuse(context="bare"), CacheBlend(ratio=1.0, context="bare", schedule="constant")
         reuse.encode(model, one, store)

@@ -6,6 +6,7 @@ transformers 5.24 renamed ``past_key_values`` to ``cache`` in model and layer ca
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -72,13 +73,15 @@ def layer_types(config: Any) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def _parameters(fn: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(fn).parameters)
+@functools.cache
+def _parameters(fn: Callable[..., Any]) -> frozenset[str]:
+    """Names of a class's method's arguments; read once, for every decoded token asks."""
+    return frozenset(inspect.signature(fn).parameters)
 
 
 def cache_kwarg(hf: nn.Module) -> str:
-    """The name of the cache argument of the model's forward and of ``generate``: ``cache`` or ``past_key_values``."""
-    return "cache" if "cache" in _parameters(hf.forward) else "past_key_values"
+    """The name of the cache argument of a forward and of ``generate``: ``cache`` or ``past_key_values``."""
+    return "cache" if "cache" in _parameters(type(hf).forward) else "past_key_values"
 
 
 def run_decoder(
@@ -89,8 +92,7 @@ def run_decoder(
     ``input_ids`` and ``position_ids`` are [B, n]. Returns hidden states [B, n', hidden] (n' < n where hooks cut rows).
     """
     base = decoder(hf)
-    name = "cache" if "cache" in _parameters(base.forward) else "past_key_values"
-    kwargs = {name: cache, "use_cache": cache is not None}
+    kwargs = {cache_kwarg(base): cache, "use_cache": cache is not None}
     return base(input_ids=input_ids, position_ids=position_ids, **kwargs).last_hidden_state
 
 
@@ -104,7 +106,7 @@ def run_model(
 ) -> torch.Tensor:
     """The whole causal LM: logits [B, n or logits_to_keep, V]; ``logits_to_keep=0`` keeps all."""
     kwargs: dict[str, Any] = {cache_kwarg(hf): cache, "use_cache": cache is not None}
-    if "logits_to_keep" in _parameters(hf.forward):
+    if "logits_to_keep" in _parameters(type(hf).forward):
         kwargs["logits_to_keep"] = logits_to_keep
     if attention_mask is not None:
         kwargs["attention_mask"] = attention_mask

@@ -84,6 +84,10 @@ class ReuseModel:
             raise ValueError(f"{self.name} has no BOS token: use context='bare' or context='prefix'")
         return int(bos)
 
+    def layer_device(self, layer: int) -> torch.device:
+        """Where a layer computes, and where its K/V belong."""
+        return next((p.device for p in self.layers[layer].parameters() if not p.is_meta), self.device)
+
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees, itself included; None is all of them."""
         return int(self.config.sliding_window) if self.layer_types[layer] == "sliding_attention" else None
@@ -191,14 +195,12 @@ class ReuseModel:
         if stop == "":
             raise ValueError("stop='' would end every answer at once: give a string that ends it, or None")
         length = result.prompt.num_tokens
-        token, tokens, text = result.first_token, [], ""
+        token, tokens = result.first_token, []
         try:
             while token not in self.eos_token_ids:
                 tokens.append(token)
-                if stop is not None:
-                    text = self.decode(tokens)
-                    if stop in text:
-                        break
+                if stop is not None and stop in self.decode(tokens):
+                    break
                 position = length + len(tokens) - 1
                 if len(tokens) >= max_new_tokens or position >= self.max_context:
                     break

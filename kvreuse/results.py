@@ -9,7 +9,9 @@ import torch
 from transformers import Cache
 
 if TYPE_CHECKING:
+    from kvreuse.model import ReuseModel
     from kvreuse.prompt import RagPrompt
+    from kvreuse.timing import StageTimer
 
 TTFT_STAGES = (
     "lookup_s",
@@ -21,6 +23,11 @@ TTFT_STAGES = (
     "recompute_s",
     "first_token_s",
 )
+
+
+def ttft(stages: dict[str, float]) -> float:
+    """Seconds to the first token: the sum of those stages that come before it."""
+    return sum(stages.get(name, 0.0) for name in TTFT_STAGES)
 
 
 @dataclass
@@ -58,7 +65,7 @@ class Prefill:
     @property
     def ttft_s(self) -> float:
         """Seconds from "prompt and chunk ids known" to "first token known"."""
-        return sum(self.trace.stages.get(name, 0.0) for name in TTFT_STAGES)
+        return ttft(self.trace.stages)
 
     @property
     def first_token(self) -> int:
@@ -74,3 +81,11 @@ class Answer:
     token_ids: list[int]
     ttft_s: float
     stages: dict[str, float]
+
+
+def full_prefill(model: ReuseModel, prompt: RagPrompt, timer: StageTimer) -> Prefill:
+    """Prefill the whole prompt on the model's own path; nothing is reused."""
+    logits, cache = model.prefill(prompt.input_ids)
+    timer.mark("recompute_s")
+    trace = Trace([torch.arange(prompt.num_tokens)] * model.num_layers, timer.stages)
+    return Prefill(logits, cache, trace, prompt)

@@ -15,7 +15,7 @@ from kvreuse.blend.plan import Segment, reused_positions
 from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant, Schedule
 from kvreuse.blend.selectors import SelectionView, Selector
-from kvreuse.results import Prefill, Trace
+from kvreuse.results import Prefill, Trace, full_prefill
 from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
@@ -46,24 +46,19 @@ class Fusor:
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], timer: StageTimer) -> Prefill:
         """Prefill ``prompt`` from its looked-up ``segments`` (those without stored K/V are recomputed)."""
-        num_tokens = prompt.num_tokens
-        trace = Trace(stages=timer.stages)
-        trace.hits = sum(s.stored is not None for s in segments)
-        trace.misses = len(segments) - trace.hits
-        if not trace.hits:
-            logits, cache = model.prefill(prompt.input_ids)
-            trace.selected = [torch.arange(num_tokens)] * model.num_layers
-            timer.mark("recompute_s")
-            return Prefill(logits, cache, trace, prompt)
+        hits = sum(s.stored is not None for s in segments)
+        result = self._blend(model, prompt, segments, timer) if hits else full_prefill(model, prompt, timer)
+        result.trace.hits, result.trace.misses = hits, len(segments) - hits
+        return result
 
-        buffers, loaded = load(model, segments, num_tokens)
+    def _blend(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], timer: StageTimer) -> Prefill:
+        buffers, loaded = load(model, segments, prompt.num_tokens)
         timer.mark("load_s")
-        place_keys(model, loaded, num_tokens, buffers)
+        place_keys(model, loaded, prompt.num_tokens, buffers)
         timer.mark("rotate_s")
         blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
-        logits = blend.run()
-        trace.selected = blend.selected
-        trace.num_exact, trace.num_reused = blend.num_exact, blend.positions.numel()
+        logits, selected = blend.run()
+        trace = Trace(selected, timer.stages, num_exact=blend.num_exact, num_reused=blend.positions.numel())
         return Prefill(logits, blend.cache, trace, prompt)
 
 
@@ -98,10 +93,9 @@ class _Blend:
         self.selector = fusor.selector if selects else None
         self.first = 1 if self.selector is not None and self.selector.needs_fresh_kv else 0
         self.chosen = positions[:0]
-        self.selected: list[torch.Tensor] = []
 
-    def run(self) -> torch.Tensor:
-        """Logits [1, V]."""
+    def run(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [1, V], and the rows that ran through each layer."""
         rows = self.forced
         if self.selector is not None:
             if self.selector.needs_fresh_kv:
@@ -122,8 +116,7 @@ class _Blend:
         )
         logits = row_pass.run(self.input_ids)
         self.timer.mark("first_token_s")
-        self.selected = row_pass.selected
-        return logits
+        return logits, row_pass.selected
 
     @property
     def view(self) -> SelectionView:

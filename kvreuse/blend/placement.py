@@ -76,7 +76,7 @@ def load(model: ReuseModel, segments: list[Segment], num_tokens: int) -> tuple[B
     example = next(s.stored for s in segments if s.stored is not None)
     buffers: Buffers = []
     for layer in range(model.num_layers):
-        device = next((p.device for p in model.layers[layer].parameters() if not p.is_meta), model.device)
+        device = model.layer_device(layer)
         buffers.append(
             tuple(  # type: ignore[arg-type]
                 torch.empty(*t.shape[:2], num_tokens, t.shape[3], dtype=t.dtype, device=device)

@@ -69,6 +69,7 @@ class RowPass:
         self.selected: list[torch.Tensor] = []
         self._narrow, self._trim_last, self._bottom_right_from = narrow, trim_last, bottom_right_from
         self._on_layer_end, self._on_attention = on_layer_end, on_attention
+        self._index: torch.Tensor | None = None  # of the rows among the first; None: they are all there
         self._masks: dict[Any, Any] = {}
         self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense = False
@@ -112,7 +113,8 @@ class RowPass:
                 project()
                 args = (self._keep(self.rows[-1:], args[0]), *args[1:])
             self.cache.layers[index].rows = self.rows
-            return self._cut_args(args), {**self._cut(kwargs), "attention_mask": self._mask(index, args[0].dtype)}
+            args, kwargs = self._cut(args, kwargs)
+            return args, {**kwargs, "attention_mask": self._mask(index, args[0].dtype)}
 
         return hook
 
@@ -142,39 +144,34 @@ class RowPass:
         """Go on with fewer rows: cut the hidden states [1, n, hidden] to them."""
         index = torch.searchsorted(self.rows, kept.to(self.rows.device))
         self.rows = self.rows[index]
+        fewer = self.rows.numel() < self._first_rows.numel()
+        self._index = torch.searchsorted(self._first_rows, self.rows) if fewer else None
         self._masks.clear()
         self._cuts.clear()
         return hidden.index_select(1, index.to(hidden.device))
 
-    def _cut(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Cut positions and rotary tables, which the model hands to every layer whole, to the current rows."""
-        if self.rows.numel() == self._first_rows.numel():
-            return kwargs
-        index = torch.searchsorted(self._first_rows, self.rows)
-        dims = {name: dim for name, dim in _ROW_DIMS.items() if name in kwargs}
-        return {**kwargs, **{name: self._cut_value(kwargs[name], dim, index) for name, dim in dims.items()}}
+    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cut what the model hands to every layer whole to the current rows; args[0], the hidden states, is cut.
 
-    def _cut_value(self, value: Any, dim: int, index: torch.Tensor) -> Any:
+        By name: positions and rotary tables. By shape [1, n, ...]: positional arguments (Gemma-4's inputs per layer).
+        """
+        if self._index is None:
+            return args, kwargs
+        n = self._first_rows.numel()
+        by_row = [isinstance(v, torch.Tensor) and v.dim() > 1 and v.shape[1] == n for v in args[1:]]
+        rest = (self._cut_value(v, 1) if cut else v for v, cut in zip(args[1:], by_row, strict=True))
+        named = {name: self._cut_value(kwargs[name], dim) for name, dim in _ROW_DIMS.items() if name in kwargs}
+        return (args[0], *rest), {**kwargs, **named}
+
+    def _cut_value(self, value: Any, dim: int) -> Any:
         if isinstance(value, tuple):
-            return tuple(self._cut_value(v, dim, index) for v in value)
+            return tuple(self._cut_value(v, dim) for v in value)
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in self._cuts:  # kept with its cut: while it lives no other tensor has its id
-            self._cuts[id(value)] = value, value.index_select(dim, index.to(value.device))
+            assert self._index is not None
+            self._cuts[id(value)] = value, value.index_select(dim, self._index.to(value.device))
         return self._cuts[id(value)][1]
-
-    def _cut_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Cut what else a layer is handed by row [1, n, ...] (Gemma-4's inputs per layer); args[0] is cut already."""
-        n = self._first_rows.numel()
-        if self.rows.numel() == n or len(args) == 1:
-            return args
-        index = torch.searchsorted(self._first_rows, self.rows)
-
-        def cut(value: Any) -> Any:
-            by_row = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == n
-            return value.index_select(1, index.to(value.device)) if by_row else value
-
-        return (args[0], *(cut(value) for value in args[1:]))
 
     def _mask(self, index: int, dtype: torch.dtype) -> RowMask | torch.Tensor:
         """The layer's mask; made once per selection, window and device."""
@@ -193,8 +190,9 @@ class RowPass:
         caught: list[torch.Tensor] = []
         probe = ProbeCache(lambda keys, values: caught.extend((keys, values)))
         name = compat.find_cache(kwargs)
+        args, kwargs = self._cut(args, kwargs)
         with _narrow_query(compat.attention_module(layer)), suppress(StopLayer):
-            layer.forward(*self._cut_args(args), **{**self._cut(kwargs), str(name): probe, "attention_mask": None})
+            layer.forward(*args, **{**kwargs, str(name): probe, "attention_mask": None})
         keys, values = caught
         held = self.cache.layers[index]
         rows = self.rows.to(held.keys.device)

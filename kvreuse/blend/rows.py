@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,7 @@ class RowMask:
     window: int | None = None
     last_key: torch.Tensor | None = None
     return_weights: bool = False
+    _blocks: dict[torch.dtype, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def _last(self) -> torch.Tensor:
@@ -70,10 +71,9 @@ class RowMask:
 
     def blocks(self, dtype: torch.dtype) -> list[Block]:
         """The rows in blocks with their masks, made once per selection."""
-        cache = self.__dict__.setdefault("_blocks", {})
-        if dtype not in cache:
-            cache[dtype] = list(self._make_blocks(dtype))
-        return cache[dtype]
+        if dtype not in self._blocks:
+            self._blocks[dtype] = list(self._make_blocks(dtype))
+        return self._blocks[dtype]
 
     def _make_blocks(self, dtype: torch.dtype) -> Iterator[Block]:
         last = self._last.tolist()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvreuse.methods.base import ReuseMethod, check_types
-from kvreuse.results import Prefill, Trace
+from kvreuse.results import Prefill, full_prefill
 from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
@@ -29,8 +27,4 @@ class FullRecompute(ReuseMethod):
         """Run every token through every layer."""
         check_types(model, prompt)
         model.check_prompt(prompt)
-        timer = StageTimer(model.device)
-        logits, cache = model.prefill(prompt.input_ids)
-        timer.mark("recompute_s")
-        trace = Trace([torch.arange(prompt.num_tokens)] * model.num_layers, timer.stages)
-        return Prefill(logits, cache, trace, prompt)
+        return full_prefill(model, prompt, StageTimer(model.device))

@@ -111,7 +111,7 @@ def _left_padded(
                 if prefix is not None:
                     whole[row, :, begin : begin + head] = getattr(prefix, kind)[layer][0]
                 whole[row, :, begin + head :] = getattr(part, kind)[layer][0]
-            pair.append(whole.to(next(model.layers[layer].parameters()).device))
+            pair.append(whole.to(model.layer_device(layer)))
         cache.update(*pair, layer)
     return cache, lengths
 

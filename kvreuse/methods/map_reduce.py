@@ -9,7 +9,7 @@ import torch
 
 from kvreuse.methods.map_passes import MapMethod
 from kvreuse.prompt import RagPrompt
-from kvreuse.results import Prefill, Trace
+from kvreuse.results import Prefill, full_prefill
 from kvreuse.store import KVStore
 
 if TYPE_CHECKING:
@@ -46,7 +46,4 @@ class MapReduce(MapMethod):
         separator = model.tokenize("\n\n")
         texts = [torch.cat([torch.tensor(m.token_ids), separator]) for m in mapped if m.token_ids]
         reduced = RagPrompt(prompt.prefix, texts or [separator], prompt.question)
-        logits, cache = model.prefill(reduced.input_ids)
-        timer.mark("recompute_s")
-        trace = Trace([torch.arange(reduced.num_tokens)] * model.num_layers, timer.stages)
-        return Prefill(logits, cache, trace, reduced)
+        return full_prefill(model, reduced, timer)

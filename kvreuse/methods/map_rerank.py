@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvreuse.methods.map_passes import MapMethod
-from kvreuse.results import TTFT_STAGES, Answer, Prefill
+from kvreuse.results import Answer, Prefill, ttft
 from kvreuse.store import KVStore
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class MapRerank(MapMethod):
         text = found[1] if found else best.text
         if stop is not None:
             text = text.split(stop, 1)[0]
-        ttft_s = sum(timer.stages.get(name, 0.0) for name in TTFT_STAGES)
-        return Answer(text.strip(), model.tokenize(text.strip()).tolist(), ttft_s, dict(timer.stages))
+        return Answer(text.strip(), model.tokenize(text.strip()).tolist(), ttft(timer.stages), dict(timer.stages))
 
 
 def _confidence(mapped: MappedChunk) -> tuple[int, float]:
