@@ -13,7 +13,7 @@ from kvreuse.blend.selectors import (
     Windows,
 )
 from kvreuse.checks import check_model
-from kvreuse.errors import KVReuseError, PromptTooLongError, UnsupportedModelError
+from kvreuse.errors import KVReuseError, LostEntryError, PromptTooLongError, UnsupportedModelError
 from kvreuse.kv import ChunkEncoder, ChunkKV, encode_chunk
 from kvreuse.loading import load_model
 from kvreuse.methods import (
@@ -30,7 +30,7 @@ from kvreuse.methods import (
 from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
 from kvreuse.results import Answer, Prefill, Trace
-from kvreuse.store import KVStore
+from kvreuse.store import KVStore, StorageDevice
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "KVReuseError",
     "KVStore",
     "LegoLink",
+    "LostEntryError",
     "MapReduce",
     "MapRerank",
     "OracleDeviation",
@@ -62,6 +63,7 @@ __all__ = [
     "ReuseModel",
     "SelectionView",
     "Selector",
+    "StorageDevice",
     "Trace",
     "UnsupportedModelError",
     "Windows",

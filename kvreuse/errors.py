@@ -11,3 +11,9 @@ class UnsupportedModelError(KVReuseError):
 
 class PromptTooLongError(KVReuseError, ValueError):
     """The prompt has more tokens than the model's context."""
+
+
+class LostEntryError(KVReuseError):
+    """A stored entry cannot be read any more, or is not what was written. The store has dropped it: it is a miss."""
+
+    index: int = -1  # which of a request's entries
