@@ -2,9 +2,9 @@
 
     python -m benchmarks.compression [--model demo] [--dataset musique] [--cases 8] [--threads N]
 
-Per layout and method: bytes per stored token; KL divergence (nats per token) to full recompute over its own greedy answer,
-and to the same method over plain K/V; load + rotate time from memory. Means over cases with 95% bootstrap intervals, times
-are medians.
+Per layout and method: bytes per stored token; KL divergence (nats per token) to full recompute over its own greedy
+answer, and to the same method over plain K/V; load + rotate time from memory. Means over cases with 95% bootstrap
+intervals, times are medians.
 """
 
 from __future__ import annotations
