@@ -13,7 +13,13 @@ from kvreuse.blend.selectors import (
     Windows,
 )
 from kvreuse.checks import check_model
-from kvreuse.errors import KVReuseError, LostEntryError, PromptTooLongError, UnsupportedModelError
+from kvreuse.errors import (
+    KVReuseError,
+    LostEntryError,
+    ProfileMismatchError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from kvreuse.kv import ChunkEncoder, ChunkKV, encode_chunk
 from kvreuse.loading import load_model
 from kvreuse.methods import (
@@ -31,6 +37,7 @@ from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
 from kvreuse.results import Answer, Prefill, Trace
 from kvreuse.store import KVStore, StorageDevice
+from kvreuse.store.controller import LoadingController
 
 __version__ = "0.1.0"
 
@@ -49,12 +56,14 @@ __all__ = [
     "KVReuseError",
     "KVStore",
     "LegoLink",
+    "LoadingController",
     "LostEntryError",
     "MapReduce",
     "MapRerank",
     "OracleDeviation",
     "Prefill",
     "PrefixCaching",
+    "ProfileMismatchError",
     "PromptTooLongError",
     "QuestionAttention",
     "RagPrompt",

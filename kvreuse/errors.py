@@ -17,3 +17,7 @@ class LostEntryError(KVReuseError):
     """A stored entry cannot be read any more, or is not what was written. The store has dropped it: it is a miss."""
 
     index: int = -1  # which of a request's entries
+
+
+class ProfileMismatchError(KVReuseError, ValueError):
+    """A `LoadingController`'s profile is of another model, machine setting or storage device; profile again."""

@@ -41,7 +41,7 @@ class Trace:
     and ``promote_s`` (read from disk, kept in memory) come after the first token.
     ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V are exact.
     ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
-    ``read_bytes``: bytes read from disk.
+    ``read_bytes``: bytes read from disk. ``ratio``: the recompute ratio, whoever chose it; None where none counts.
     """
 
     selected: list[torch.Tensor] = field(default_factory=list)
@@ -51,6 +51,7 @@ class Trace:
     num_exact: int = 0
     num_reused: int = 0
     read_bytes: int = 0
+    ratio: float | None = None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from kvreuse.blend.placement import Placement
 from kvreuse.blend.plan import Segment, reused_positions
 from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant, Schedule
-from kvreuse.blend.selectors import SelectionView, Selector
+from kvreuse.blend.selectors import FirstTokens, SelectionView, Selector
 from kvreuse.errors import LostEntryError
 from kvreuse.results import Prefill, Trace, full_prefill
 from kvreuse.store.loader import LayerLoader
@@ -106,6 +106,7 @@ class Fusor:
                 blend.place_all()
             logits, selected = blend.run()
         trace = Trace(selected, timer.stages, num_exact=blend.num_exact, num_reused=blend.positions.numel())
+        trace.ratio = None if isinstance(self.selector, FirstTokens) else self.ratio
         if loader.read_bytes:
             trace.stages["read_s"], trace.read_bytes = loader.read_s, loader.read_bytes
         return Prefill(logits, blend.cache, trace, prompt, read_layers=loader.read_layers)

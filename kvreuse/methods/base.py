@@ -131,6 +131,10 @@ class ChunkReuse(ReuseMethod):
     def fusor(self) -> Fusor:
         """What is recomputed, and how."""
 
+    def request_fusor(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], fingerprint: str) -> Fusor:
+        """`fusor` for one request, whose segments have been looked up; what adapts to them overrides this."""
+        return self.fusor()
+
     def segments(self, model: ReuseModel, prompt: RagPrompt) -> list[Segment]:
         """The parts of the prompt that may be reused."""
         return chunk_segments(model, prompt, ChunkEncoder(self.context))
@@ -149,9 +153,10 @@ class ChunkReuse(ReuseMethod):
         fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
         segments = look_up(self.segments(model, prompt), fingerprint, store)
-        timer.mark("lookup_s")
         try:
-            result = self.fusor().prefill(model, prompt, segments, timer, pipelined, store.promotes)
+            fusor = self.request_fusor(model, prompt, segments, fingerprint)
+            timer.mark("lookup_s")
+            result = fusor.prefill(model, prompt, segments, timer, pipelined, store.promotes)
             if result.read_layers and any(result.read_layers):
                 result.trace.stages["promote_s"] = _promote(segments, fingerprint, store, result.read_layers)
             result.read_layers = None

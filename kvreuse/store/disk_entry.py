@@ -14,6 +14,7 @@ from kvreuse.store.codec import PackedKV
 from kvreuse.store.format import Header, byte_view, checksum_of, split_layer
 
 if TYPE_CHECKING:
+    from kvreuse.store.devices import StorageDevice
     from kvreuse.store.disk import DiskTier
 
 
@@ -57,6 +58,11 @@ class DiskEntry:
     def in_memory(self) -> bool:
         """False."""
         return False
+
+    @property
+    def device(self) -> StorageDevice:
+        """The device it is on."""
+        return self._tier.device
 
     @property
     def readers(self) -> int:

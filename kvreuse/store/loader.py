@@ -13,6 +13,7 @@ from kvreuse.kv import StoredKV
 from kvreuse.store.disk_entry import DiskEntry
 
 KV = tuple[torch.Tensor, torch.Tensor]
+LAYERS_AHEAD = 4
 
 
 class LayerLoader:
@@ -34,7 +35,7 @@ class LayerLoader:
         sources: Sequence[StoredKV | None],
         wanted: Callable[[int, int], bool],
         devices: Sequence[torch.device],
-        ahead: int = 4,
+        ahead: int = LAYERS_AHEAD,
         keep: bool = False,
     ) -> None:
         self._sources, self._wanted, self._devices, self._ahead = sources, wanted, devices, ahead

@@ -1,0 +1,206 @@
+"""Measures what `LoadingController` decides by: the real model's times, and every device's cold throughput."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvreuse.kv import ChunkKV, encode_chunk
+from kvreuse.methods.cacheblend import CacheBlend
+from kvreuse.methods.full_recompute import FullRecompute
+from kvreuse.methods.full_reuse import FullReuse
+from kvreuse.prompt import RagPrompt
+from kvreuse.store.codec import KVDtype, PackedKV, codec_for
+from kvreuse.store.devices import StorageDevice
+from kvreuse.store.loader import LayerLoader
+from kvreuse.store.measured import device_name
+from kvreuse.store.profile import DeviceProfile, ModelProfile, check_grid
+from kvreuse.store.store import KVStore
+
+if TYPE_CHECKING:
+    from kvreuse.model import ReuseModel
+    from kvreuse.results import Prefill
+
+_QUESTION = 32  # tokens
+_READ_BYTES = 1 << 26  # of a device per repeat, or more: eight chunks
+
+
+def profile_all(
+    model: ReuseModel,
+    devices: Sequence[StorageDevice],
+    lengths: Sequence[int],
+    ratios: Sequence[float],
+    repeats: int,
+    memory_price_per_gb_month: float | None = None,
+    *,
+    kv_dtype: KVDtype | None = None,
+    chunk_tokens: int = 512,
+) -> tuple[ModelProfile, tuple[DeviceProfile, ...]]:
+    """Profiles of the model and of the devices (`LoadingController.profile`)."""
+    if repeats < 1 or chunk_tokens < 1:
+        raise ValueError(f"repeats={repeats}, chunk_tokens={chunk_tokens}: give at least 1")
+    measured = profile_model(model, lengths, ratios, repeats, kv_dtype, chunk_tokens)
+    found = [profile_device(model, device, repeats, kv_dtype, chunk_tokens) for device in devices]
+    if memory_price_per_gb_month is not None:
+        rate = _memory_bytes_per_s(model, repeats, chunk_tokens)
+        found.insert(0, DeviceProfile("memory", rate, price_per_gb_month=memory_price_per_gb_month, in_memory=True))
+    return measured, tuple(found)
+
+
+def profile_model(
+    model: ReuseModel,
+    lengths: Sequence[int],
+    ratios: Sequence[float],
+    repeats: int = 3,
+    kv_dtype: KVDtype | None = None,
+    chunk_tokens: int = 512,
+) -> ModelProfile:
+    """Full prefill, full reuse and blends of random tokens, in interleaved rounds; medians.
+
+    Chunks are encoded alone, so that all of them are inexact but the prefix's one token.
+
+    Raises:
+        ValueError: a grid that is not ascending, or of which the model's context takes nothing.
+    """
+    check_grid("lengths", lengths)
+    check_grid("ratios", ratios)
+    fitting = [n for n in lengths if _QUESTION + 2 <= n <= model.max_context]
+    if not fitting:
+        raise ValueError(f"lengths={tuple(lengths)}: give some of {_QUESTION + 2} to {model.max_context} tokens")
+    methods = [FullRecompute(), FullReuse(context="bare"), *(CacheBlend(ratio=r, context="bare") for r in ratios)]
+    store = KVStore("64GiB", kv_dtype=kv_dtype)
+    prompts = [_random_prompt(model, n, chunk_tokens) for n in fitting]
+    taken: dict[tuple[int, int], list[Prefill]] = {}
+    for number in range(-1, repeats):
+        for at, prompt in enumerate(prompts):
+            for which, method in enumerate(methods):
+                if number < 0:
+                    method.encode(model, prompt, store)
+                    if which == 0 and at > 0:  # warmed up by the shortest; the longer ones take long
+                        continue
+                result = method.prefill(model, prompt, store)
+                if number >= 0:
+                    result.cache = None  # only its times are kept
+                    taken.setdefault((which, at), []).append(result)
+    ttft = [
+        tuple(statistics.median(r.ttft_s for r in taken[which, at]) for at in range(len(prompts)))
+        for which in range(len(methods))
+    ]
+    blends = range(2, len(methods))
+    first = tuple(
+        statistics.median(r.trace.stages["check_s"] for which in blends for r in taken[which, at])
+        for at in range(len(prompts))
+    )
+    return ModelProfile(
+        model=model.name,
+        fingerprint=model.fingerprint(),
+        device=device_name(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        num_layers=model.num_layers,
+        token_bytes=_packed(model, kv_dtype, chunk_tokens).num_bytes / chunk_tokens,
+        num_question=_QUESTION,
+        lengths=tuple(fitting),
+        ratios=tuple(ratios),
+        prefill_s=ttft[0],
+        reuse_s=ttft[1],
+        first_s=first,
+        blend_s=tuple(ttft[2:]),
+    )
+
+
+def profile_device(
+    model: ReuseModel,
+    device: StorageDevice,
+    repeats: int = 3,
+    kv_dtype: KVDtype | None = None,
+    chunk_tokens: int = 512,
+) -> DeviceProfile:
+    """Throughput of layer-wise reads through the tier and its reader threads, from a cold page cache; medians.
+
+    Chunks of the model's own shape are written to a folder of their own inside the device's, and removed.
+    """
+    os.makedirs(device.folder, exist_ok=True)
+    packed = _packed(model, kv_dtype, chunk_tokens)
+    count = max(8, -(-_READ_BYTES // packed.num_bytes))
+    with tempfile.TemporaryDirectory(prefix="profile-", dir=device.folder) as folder:
+        store = KVStore(None, replace(device, folder=folder, cold=True, capacity="1TiB"), kv_dtype=kv_dtype)
+        chunk = packed.load()
+        for number in range(count):
+            if not store.put(f"chunk {number}", chunk):
+                raise OSError(f"cannot profile {device.name}: there is no room in {device.folder}")
+        rates, opens = zip(*(_read_all(model, store, packed.ids, count) for _ in range(repeats + 1)), strict=True)
+    return DeviceProfile(
+        name=device.name,
+        bytes_per_s=statistics.median(rates[1:]),
+        open_s=statistics.median(opens[1:]),
+        price_per_gb_month=device.price_per_gb_month,
+        throttle_bytes_per_s=device.throttle_bytes_per_s,
+    )
+
+
+def _read_all(model: ReuseModel, store: KVStore, ids: torch.Tensor, count: int) -> tuple[float, float]:
+    """Bytes per second of all layers of all chunks, and seconds to find and open one."""
+    started = time.perf_counter()
+    entries = [store.get(f"chunk {number}", ids) for number in range(count)]
+    open_s = (time.perf_counter() - started) / count
+    try:
+        if None in entries:
+            raise OSError(f"what was written to {store.devices[0].name} cannot be read back")
+        devices = [model.layer_device(layer) for layer in range(model.num_layers)]
+        with LayerLoader(entries, lambda layer, index: True, devices) as loader:
+            for layer in range(model.num_layers):
+                loader.take(layer)
+        return loader.read_bytes / loader.read_s, open_s
+    finally:
+        for entry in entries:
+            if entry is not None:
+                entry.close()
+
+
+def _memory_bytes_per_s(model: ReuseModel, repeats: int, chunk_tokens: int) -> float:
+    """How fast K/V go from main memory to where the model computes."""
+    chunk = _chunk(model, chunk_tokens)
+    places = [
+        (torch.empty_like(k, device=d), torch.empty_like(v, device=d))
+        for layer, (k, v) in enumerate(zip(chunk.keys, chunk.values, strict=True))
+        for d in [model.layer_device(layer)]
+    ]
+    rates = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        for layer, (keys, values) in enumerate(places):
+            keys.copy_(chunk.keys[layer])
+            values.copy_(chunk.values[layer])
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        rates.append(chunk.num_bytes / (time.perf_counter() - started))
+    return statistics.median(rates[1:])
+
+
+def _chunk(model: ReuseModel, chunk_tokens: int) -> ChunkKV:
+    ids = _random_ids(model, min(chunk_tokens, model.max_context), 0)
+    return encode_chunk(model, ids[:0], ids).to("cpu")
+
+
+def _packed(model: ReuseModel, kv_dtype: KVDtype | None, chunk_tokens: int) -> PackedKV:
+    """A chunk of the model's own K/V as the store lays it out."""
+    return PackedKV.of(_chunk(model, chunk_tokens), codec_for(kv_dtype))
+
+
+def _random_ids(model: ReuseModel, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(int(model.config.vocab_size), (count,), generator=generator)
+
+
+def _random_prompt(model: ReuseModel, num_tokens: int, chunk_tokens: int) -> RagPrompt:
+    """A token of prefix, chunks, the question."""
+    ids = _random_ids(model, num_tokens, num_tokens)
+    return RagPrompt(ids[:1], list(ids[1:-_QUESTION].split(chunk_tokens)), ids[-_QUESTION:])
