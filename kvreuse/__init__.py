@@ -1,9 +1,10 @@
 """Reuse of KV caches in retrieval-augmented generation, on unmodified Hugging Face models."""
 
 from kvreuse.blend.placement import rerotate_keys
-from kvreuse.blend.schedule import Constant, Gradual
+from kvreuse.blend.schedule import Constant, Gradual, Narrowing
 from kvreuse.blend.selectors import (
     HKVD,
+    AttendedDeviation,
     FirstTokens,
     OracleDeviation,
     QuestionAttention,
@@ -21,6 +22,7 @@ from kvreuse.methods import (
     ChunkReuse,
     FullRecompute,
     FullReuse,
+    Funnel,
     LegoLink,
     MapReduce,
     MapRerank,
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "HKVD",
     "Answer",
+    "AttendedDeviation",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
@@ -45,12 +48,14 @@ __all__ = [
     "FirstTokens",
     "FullRecompute",
     "FullReuse",
+    "Funnel",
     "Gradual",
     "KVReuseError",
     "KVStore",
     "LegoLink",
     "MapReduce",
     "MapRerank",
+    "Narrowing",
     "OracleDeviation",
     "Prefill",
     "PrefixCaching",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class Trace:
     ``stages``: seconds per stage; those of `TTFT_STAGES` make up the TTFT, ``encode_s`` (chunks computed for next
     time) does not. ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V
     are exact. ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
+    ``num_forced``: tokens that run on every layer (the question, and what the store missed). ``num_checked``: reused
+    tokens of which the check layer computed K/V and no more.
     """
 
     selected: list[torch.Tensor] = field(default_factory=list)
@@ -47,6 +50,16 @@ class Trace:
     misses: int = 0
     num_exact: int = 0
     num_reused: int = 0
+    num_forced: int = 0
+    num_checked: int = 0
+
+    @property
+    def budget(self) -> float:
+        """Share of the reused tokens' K/V that was computed anew, mean over layers; NaN where nothing was reused."""
+        if not self.num_reused:
+            return math.nan
+        anew = sum(rows.numel() - self.num_forced for rows in self.selected) + self.num_checked
+        return anew / (self.num_reused * len(self.selected))
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import Cache
@@ -12,8 +13,8 @@ from kvreuse.blend.cache import new_blend_cache
 from kvreuse.blend.deviation import Metric, squared_deviation
 from kvreuse.blend.placement import load, place_keys
 from kvreuse.blend.plan import Segment, reused_positions
-from kvreuse.blend.row_pass import Project, RowPass
-from kvreuse.blend.schedule import Constant, Schedule
+from kvreuse.blend.row_pass import Project, RowPass, StopPass
+from kvreuse.blend.schedule import Constant, Schedule, layer_ratio
 from kvreuse.blend.selectors import SelectionView, Selector
 from kvreuse.results import Prefill, Trace, full_prefill
 from kvreuse.timing import StageTimer
@@ -21,6 +22,9 @@ from kvreuse.timing import StageTimer
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
     from kvreuse.prompt import RagPrompt
+
+
+Drop = Literal["deviation", "attended", "ahead"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Fusor:
         ratio: average fraction of the reused, inexact tokens recomputed per layer. 0 is full reuse, 1 full recompute.
         schedule: how the ratio falls over the layers; the tokens with the least deviation on a layer drop out.
         measure: the deviation by which they drop out.
+        drop: they drop out by that ``deviation`` alone, by it times the question's attention to them on the same layer
+            (``attended``), or times the mean of that attention on the layers still to come (``ahead``).
+        question_tokens: only so many of the question's last tokens are run to learn its attention; None: all.
         as_released: the released code's faults, for comparison: nothing counts as exact, only the question's last
             token is forced, and the mask is a triangle by rank, which shows selected tokens the future.
 
@@ -43,6 +50,8 @@ class Fusor:
     schedule: Schedule = field(default_factory=Constant)
     measure: Metric = "kv"
     as_released: bool = False
+    drop: Drop = "deviation"
+    question_tokens: int | None = None
 
     def prefill(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], timer: StageTimer) -> Prefill:
         """Prefill ``prompt`` from its looked-up ``segments`` (those without stored K/V are recomputed)."""
@@ -58,7 +67,14 @@ class Fusor:
         timer.mark("rotate_s")
         blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
         logits, selected = blend.run()
-        trace = Trace(selected, timer.stages, num_exact=blend.num_exact, num_reused=blend.positions.numel())
+        trace = Trace(
+            selected,
+            timer.stages,
+            num_exact=blend.num_exact,
+            num_reused=blend.positions.numel(),
+            num_forced=blend.forced.numel(),
+            num_checked=blend.num_checked,
+        )
         return Prefill(logits, blend.cache, trace, prompt)
 
 
@@ -92,12 +108,16 @@ class _Blend:
         selects = fusor.selector is not None and fusor.ratio > 0 and positions.numel() > 0
         self.selector = fusor.selector if selects else None
         self.first = 1 if self.selector is not None and self.selector.needs_fresh_kv else 0
-        self.chosen = positions[:0]
+        self.chosen = self._scores = positions[:0]
+        self.num_checked = 0
+        self._attention: torch.Tensor | None = None
 
     def run(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Logits [1, V], and the rows that ran through each layer."""
         rows = self.forced
         if self.selector is not None:
+            if self.fusor.drop != "deviation" or self.selector.needs_question_attention:
+                self._question_attention()
             if self.selector.needs_fresh_kv:
                 self.chosen = self.positions
             else:
@@ -137,8 +157,7 @@ class _Blend:
 
     def _count(self, layer: int) -> int:
         assert self.selector is not None
-        # Layer 0 is outside the schedule for every selector: nothing deviates there by which tokens could drop out.
-        ratio = self.fusor.schedule.ratio(self.fusor.ratio, max(0, layer - 1), self.model.num_layers - 1)
+        ratio = layer_ratio(self.fusor.schedule, self.fusor.ratio, layer, self.model.num_layers)
         return min(self.selector.count(self.view, ratio), self.positions.numel())
 
     def _choose(self, view: SelectionView) -> None:
@@ -150,6 +169,7 @@ class _Blend:
                 f"{self.selector!r} returned scores of shape {tuple(scores.shape)}, expected "
                 f"{tuple(self.positions.shape)}: one per candidate"
             )
+        self._scores = scores
         best = torch.topk(scores, self._count(self.first)).indices
         self.chosen = self.positions[best.sort().values]
 
@@ -167,8 +187,10 @@ class _Blend:
                 return squared_deviation(metric, *parts).cpu()[is_candidate]
 
             too_late = self._too_late
-            self._choose(replace(self.view, deviation=deviation, question_attention=too_late, true_deviation=too_late))
+            attention = too_late if self._attention is None else self._question_attention
+            self._choose(replace(self.view, deviation=deviation, question_attention=attention, true_deviation=too_late))
             self.timer.mark("check_s")
+            self.num_checked = self.positions.numel() - self.chosen.numel()
             kept = self._rows()
             # The pass overwrites this layer's K/V with themselves: keep the deviation the check has seen.
             held = self.cache.layers[layer]
@@ -181,11 +203,21 @@ class _Blend:
         count = self._count(layer)
         if count >= self.chosen.numel():
             return None
+        best = torch.topk(self._scores_before(layer, rows), count).indices
+        self.chosen = self.chosen[best.sort().values]
+        return self._rows()
+
+    def _scores_before(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """What decides who of the chosen goes on to ``layer``, [number chosen]."""
+        index = torch.searchsorted(self.positions, self.chosen)
+        if layer == 1:  # nothing deviates on layer 0
+            return self._scores[index]
         measured = self.cache.layers[layer - 1].deviation
         assert measured is not None
-        of_chosen = measured.cpu()[torch.isin(rows.cpu(), self.chosen)]
-        self.chosen = self.chosen[torch.topk(of_chosen, count).indices.sort().values]
-        return self._rows()
+        scores = measured.cpu()[torch.isin(rows.cpu(), self.chosen)]
+        if self.fusor.drop == "attended":
+            return scores * self._question_attention()[layer - 1, index]
+        return scores * self._question_attention()[layer:, index].mean(dim=0) if self.fusor.drop == "ahead" else scores
 
     def _measure_deviation(self) -> None:
         """Have the cache measure the deviation of what it overwrites, where a schedule will ask for it."""
@@ -213,16 +245,29 @@ class _Blend:
         )
 
     def _question_attention(self) -> torch.Tensor:
-        """[L, n]; one pass of the question (and what the store missed) over the reused K/V."""
-        seen: list[torch.Tensor] = []
+        """[L, n]; one pass of the question (and what the store missed) over the reused K/V, once in a request.
 
-        def collect(layer: int, weights: torch.Tensor) -> None:
-            seen.append(weights[0, :, -self.num_question :].float().mean(dim=(0, 1)).cpu())
+        Of a longer question the last ``question_tokens`` run, right behind the context. What the pass writes at the
+        question's places is written anew by the next one.
+        """
+        if self._attention is None:
+            asked = min(self.fusor.question_tokens or self.num_question, self.num_question)
+            context = self.num_tokens - self.num_question
+            seen: list[torch.Tensor] = []
 
-        RowPass(self.model, self.cache, self.forced, self.num_tokens, trim_last=False, on_attention=collect).run(
-            self.input_ids
-        )
-        return torch.stack(seen)[:, self.positions]
+            def collect(layer: int, weights: torch.Tensor) -> None:
+                seen.append(weights[0, :, -asked:].float().mean(dim=(0, 1)).cpu())
+                if layer == self.model.num_layers - 1:
+                    raise StopPass
+
+            stop = context + asked
+            cache = new_blend_cache([(held.keys[:, :, :stop], held.values[:, :, :stop]) for held in self.cache.layers])
+            rows = torch.cat([self.forced[self.forced < context], torch.arange(context, stop)])
+            ids = torch.cat([self.input_ids[:context], self.input_ids[-asked:]])
+            with suppress(StopPass):
+                RowPass(self.model, cache, rows, stop, trim_last=False, on_attention=collect).run(ids)
+            self._attention = torch.stack(seen)[:, self.positions]
+        return self._attention
 
     def _true_deviation(self, metric: Metric) -> torch.Tensor:
         """[L, n]; against a full prefill."""
