@@ -7,8 +7,9 @@ import sys
 from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
 from experiments.options import app_for
+from experiments.selectors import SELECTORS
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13)}
+EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, SELECTORS)}
 
 
 def listing() -> str:

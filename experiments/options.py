@@ -29,7 +29,10 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Experiment:
-    """One figure: its name, what it shows, the methods it runs, and how its tables are drawn."""
+    """One figure: its name, what it shows, the methods it runs, and how its tables are drawn.
+
+    ``report`` writes one dataset's table as Markdown in place of the usual columns.
+    """
 
     name: str
     shows: str
@@ -37,6 +40,7 @@ class Experiment:
     draw: Callable[[list[Table], bool], Figure]
     datasets: tuple[str, ...] = ("musique", "2wikimqa", "samsum", "multinews")
     columns: tuple[str, ...] = ()
+    report: Callable[[Table], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ def _save(experiment: Experiment, tables: list[Table], figures: Path, paper: boo
     small = ["small"] if header["source"] == "small set" else []
     parts = [experiment.name, Path(header["model"]).name, *(t.dataset for t in tables), *small]
     stem = figures / "-".join([*parts, f"n{max(t.num_cases for t in tables)}"])
-    texts = [table.markdown(experiment.columns) for table in tables]
+    report = experiment.report or (lambda table: table.markdown(experiment.columns))
+    texts = [report(table) for table in tables]
     if paper:
         from experiments.paper_values import markdown
 

@@ -1,9 +1,10 @@
 """Reuse of KV caches in retrieval-augmented generation, on unmodified Hugging Face models."""
 
 from kvreuse.blend.placement import rerotate_keys
-from kvreuse.blend.schedule import Constant, Gradual
+from kvreuse.blend.schedule import Constant, Gradual, Narrowing
 from kvreuse.blend.selectors import (
     HKVD,
+    AttendedDeviation,
     FirstTokens,
     OracleDeviation,
     QuestionAttention,
@@ -27,6 +28,7 @@ from kvreuse.methods import (
     ChunkReuse,
     FullRecompute,
     FullReuse,
+    Funnel,
     LegoLink,
     MapReduce,
     MapRerank,
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "HKVD",
     "Answer",
+    "AttendedDeviation",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
@@ -52,6 +55,7 @@ __all__ = [
     "FirstTokens",
     "FullRecompute",
     "FullReuse",
+    "Funnel",
     "Gradual",
     "KVReuseError",
     "KVStore",
@@ -60,6 +64,7 @@ __all__ = [
     "LostEntryError",
     "MapReduce",
     "MapRerank",
+    "Narrowing",
     "OracleDeviation",
     "Prefill",
     "PrefixCaching",

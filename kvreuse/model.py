@@ -184,8 +184,10 @@ class ReuseModel:
         return set() if eos is None else set(eos) if isinstance(eos, list | tuple) else {int(eos)}
 
     @torch.inference_mode()
-    def generate(self, result: Prefill, max_new_tokens: int = 32, stop: str | None = None) -> Answer:
-        """Continue a prefilled prompt greedily.
+    def generate(
+        self, result: Prefill, max_new_tokens: int = 32, stop: str | None = None, begin: Sequence[int] = ()
+    ) -> Answer:
+        """Continue a prefilled prompt greedily, behind ``begin`` (the answer's first tokens, where they are known).
 
         Ends at the model's end token, before the first ``stop`` string, after ``max_new_tokens``, or at the end of the
         model's context. ``result`` can be used again: its cache is cut back to the prompt.
@@ -195,8 +197,10 @@ class ReuseModel:
         if stop == "":
             raise ValueError("stop='' would end every answer at once: give a string that ends it, or None")
         length = result.prompt.num_tokens
-        token, tokens = result.first_token, []
+        token, tokens = result.first_token, list(begin)
         try:
+            if tokens:
+                token = int(self._next_logits(result, tokens, length)[0, -1].argmax())
             while token not in self.eos_token_ids:
                 tokens.append(token)
                 if stop is not None and stop in self.decode(tokens):

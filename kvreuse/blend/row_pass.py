@@ -33,6 +33,11 @@ class FreshKV:
 # Along which dimension the layer arguments that differ by row list the rows.
 _ROW_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 
+
+class StopPass(Exception):
+    """Raised by a callback, leaves a pass that has shown all it was run for; its hooks are removed."""
+
+
 Project = Callable[[], FreshKV]
 Narrow = Callable[[int, torch.Tensor, Project], torch.Tensor | None]
 
