@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import sys
 
+from experiments.controller import CONTROLLER
+from experiments.fig10 import FIG10
 from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
+from experiments.fig17 import FIG17
 from experiments.options import app_for
+from experiments.pipelining import PIPELINING
 from experiments.selectors import SELECTORS
+from experiments.timed import timed_app
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, SELECTORS)}
+EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, FIG17, SELECTORS)}
+TIMED = {experiment.name: experiment for experiment in (FIG10, PIPELINING, CONTROLLER)}
 
 
 def listing() -> str:
     """Every figure with what it shows."""
-    lines = [f"  python -m experiments.{name}  {experiment.shows}" for name, experiment in EXPERIMENTS.items()]
+    lines = [
+        f"  python -m experiments.{name}  {experiment.shows}" for name, experiment in (EXPERIMENTS | TIMED).items()
+    ]
     return "\n".join(
         [*lines, "  python -m experiments all     all of them; options go to each (--smoke, --limit, ...)"]
     )
@@ -26,13 +34,14 @@ def main(arguments: list[str]) -> int:
         print(listing())
         return 0
     name, *rest = arguments
-    if name != "all" and name not in EXPERIMENTS:
+    apps = {n: app_for(e) for n, e in EXPERIMENTS.items()} | {n: timed_app(e) for n, e in TIMED.items()}
+    if name != "all" and name not in apps:
         print(f"error: there is no experiment {name!r}; these there are:\n{listing()}", file=sys.stderr)
         return 2
     status = 0
-    for experiment in EXPERIMENTS.values() if name == "all" else [EXPERIMENTS[name]]:
+    for figure in apps if name == "all" else [name]:
         try:
-            app_for(experiment)(rest, prog_name=f"python -m experiments.{experiment.name}")
+            apps[figure](rest, prog_name=f"python -m experiments.{figure}")
         except SystemExit as ended:  # each command ends with its own status; the next one runs all the same
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)

@@ -14,6 +14,7 @@ import torch
 
 import kvreuse as kr
 from experiments.datasets import Case
+from experiments.stored import OnDevice
 from kvreuse.metrics import answer_nll, kl_divergence
 
 STORE_BYTES = "64GiB"  # a bound for one case's chunks; it never takes more than they need
@@ -79,7 +80,7 @@ def measure_case(
     for method in methods:
         kind = method.encoding
         if kind not in stores:
-            stores[kind] = kr.KVStore(STORE_BYTES)
+            stores[kind] = method.open_store() if isinstance(method, OnDevice) else kr.KVStore(STORE_BYTES)
             encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
     first = [m for m in methods if isinstance(m, kr.FullRecompute)]  # its answer is what the others are compared with
     rest = [m for m in methods if m not in first]

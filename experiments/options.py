@@ -214,13 +214,13 @@ def command(experiment: Experiment) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(130)
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
-            _fail(error)
+            fail(error)
 
     main.__doc__ = experiment.shows
     return main
 
 
-def _fail(error: Exception) -> NoReturn:
+def fail(error: Exception) -> NoReturn:
     """One line for a wrong argument; KVREUSE_DEBUG=1 shows where it came from."""
     if os.environ.get("KVREUSE_DEBUG"):
         raise error

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvreuse as kr
-from experiments.__main__ import EXPERIMENTS, main
+from experiments.__main__ import EXPERIMENTS, TIMED, main
 from experiments.contexts import make_chunker, resolve_context
 from experiments.datasets import TASKS, Case, Dataset, Document
 from experiments.measure import gold_ids, method_names
@@ -408,7 +408,7 @@ def model_folder(tmp_path_factory, model):
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory, model_folder):
-    """One smoke run of both figures on one small set; the arguments that made it and its folder."""
+    """One smoke run of all figures on one small set; the arguments that made it and its folder."""
     folder = tmp_path_factory.mktemp("smoke")
     places = ["--out", str(folder / "results"), "--figures", str(folder / "figures")]
     arguments = ["--smoke", "--model", str(model_folder), "--dataset", "musique", "--threads", "1", *places]
@@ -421,6 +421,8 @@ def test_smoke_writes_records_tables_and_pictures(smoke):
     names = {p.name for p in (folder / "figures").iterdir()}
     for figure in EXPERIMENTS:
         assert {f"{figure}-toy-llama-musique-small-n2.{suffix}" for suffix in ("md", "csv", "png")} <= names
+    for figure in TIMED:
+        assert {f"{figure}-toy-llama.{suffix}" for suffix in ("md", "csv", "png")} <= names
     frame = pd.read_csv(folder / "figures" / "fig12-toy-llama-musique-small-n2.csv")
     assert len(frame) == 8
     assert frame["cases"].tolist() == [2] * 8
@@ -440,6 +442,58 @@ def test_plot_only_needs_no_model(smoke, model_folder, capsys):
     assert "MapRerank" in out
     assert "map decode (s)" in out
     assert "Mistral-7B" in picture.with_suffix(".md").read_text()
+
+
+def test_figure_17_gives_one_answer_wherever_the_kv_lie(smoke):
+    _, folder = smoke
+    (path,) = (folder / "results").glob("fig17-*.jsonl")
+    records = read_results(path).records
+    answers, places = {}, {}
+    for record in records:
+        method, _, place = record["method"].partition(" on ")
+        answers.setdefault((record["case_id"], method), set()).add((record["answer"], record["kl"]))
+        places.setdefault(method, set()).add(place)
+    assert all(len(found) == 1 for found in answers.values())
+    devices = {"memory", "this disk, cold", "4 Gbps, throttled", "1 Gbps, throttled", "0.15 Gbps, throttled"}
+    assert places.pop("FullRecompute()") == {""}
+    assert all(found == devices for found in places.values())
+    assert all(r["hits"] for r in records if not r["method"].startswith("FullRecompute"))
+
+
+@pytest.mark.parametrize("figure", TIMED)
+def test_timed_figures_are_drawn_without_a_model(figure, smoke, model_folder, capsys):
+    arguments, folder = smoke
+    picture = folder / "figures" / f"{figure}-toy-llama.png"
+    picture.unlink()
+    hidden = model_folder.rename(model_folder.with_name("hidden"))
+    try:
+        assert main([figure, "--plot-only", *arguments]) == 0
+    finally:
+        hidden.rename(model_folder)
+    assert picture.stat().st_size > 10_000
+    assert "throttle" in capsys.readouterr().out  # what was braked says so
+
+
+@pytest.mark.parametrize("figure", TIMED)
+def test_a_timed_figure_that_is_complete_is_kept(figure, smoke, capsys):
+    arguments, folder = smoke
+    (path,) = (folder / "results").glob(f"{figure}-*.jsonl")
+    before = path.read_bytes()
+    assert main([figure, *arguments]) == 0
+    assert path.read_bytes() == before
+    assert "--force" in capsys.readouterr().err
+    assert main([figure, "--plot-only", "--out", str(folder / "empty")]) == 1
+    assert main([figure, "--repeats", "0", "--out", str(folder / "empty")]) == 1
+    assert "repeats=0" in capsys.readouterr().err
+
+
+def test_pipelining_is_compared_within_rounds(smoke):
+    _, folder = smoke
+    frame = pd.read_csv(folder / "figures" / "pipelining-toy-llama.csv")
+    assert frame["load / recompute"].tolist() == [0.3, 1.0, 3.0]
+    # the bucket holds: three times the load takes at least three times as long as recompute was found to take
+    assert (frame["serial TTFT, s"] > frame["load, s"]).all()
+    assert frame["load, s"].is_monotonic_increasing
 
 
 def test_records_are_drawn_whatever_made_them(smoke, tmp_path, capsys):
@@ -473,7 +527,7 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, capsys):
 def test_without_a_name_the_figures_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(f"python -m experiments.{name}" in out and e.shows in out for name, e in EXPERIMENTS.items())
+    assert all(f"python -m experiments.{name}" in out and e.shows in out for name, e in (EXPERIMENTS | TIMED).items())
 
 
 def test_the_command_line_comes_before_the_preset():
