@@ -29,6 +29,15 @@ from kvreuse.methods import (
 )
 from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
+from kvreuse.record import (
+    AttentionDeviation,
+    AttentionMatrix,
+    KVDeviation,
+    RankCorrelation,
+    Recorder,
+    Recording,
+    SelectedTokens,
+)
 from kvreuse.results import Answer, Prefill, Trace
 from kvreuse.store import KVStore
 
@@ -37,6 +46,8 @@ __version__ = "0.1.0"
 __all__ = [
     "HKVD",
     "Answer",
+    "AttentionDeviation",
+    "AttentionMatrix",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
@@ -46,6 +57,7 @@ __all__ = [
     "FullRecompute",
     "FullReuse",
     "Gradual",
+    "KVDeviation",
     "KVReuseError",
     "KVStore",
     "LegoLink",
@@ -58,8 +70,12 @@ __all__ = [
     "QuestionAttention",
     "RagPrompt",
     "RandomTokens",
+    "RankCorrelation",
+    "Recorder",
+    "Recording",
     "ReuseMethod",
     "ReuseModel",
+    "SelectedTokens",
     "SelectionView",
     "Selector",
     "Trace",

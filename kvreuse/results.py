@@ -38,7 +38,8 @@ class Trace:
     K/V of all other inexact tokens are fresh as well.
     ``stages``: seconds per stage; those of `TTFT_STAGES` make up the TTFT, ``encode_s`` (chunks computed for next
     time) does not. ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V
-    are exact. ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
+    are exact. ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator;
+    ``reused`` has their positions.
     """
 
     selected: list[torch.Tensor] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Trace:
     misses: int = 0
     num_exact: int = 0
     num_reused: int = 0
+    reused: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
 
 
 @dataclass
@@ -88,4 +90,4 @@ def full_prefill(model: ReuseModel, prompt: RagPrompt, timer: StageTimer) -> Pre
     logits, cache = model.prefill(prompt.input_ids)
     timer.mark("recompute_s")
     trace = Trace([torch.arange(prompt.num_tokens)] * model.num_layers, timer.stages)
-    return Prefill(logits, cache, trace, prompt)
+    return model.prefilled(Prefill(logits, cache, trace, prompt))

@@ -58,8 +58,9 @@ class Fusor:
         timer.mark("rotate_s")
         blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
         logits, selected = blend.run()
-        trace = Trace(selected, timer.stages, num_exact=blend.num_exact, num_reused=blend.positions.numel())
-        return Prefill(logits, blend.cache, trace, prompt)
+        positions = blend.positions
+        trace = Trace(selected, timer.stages, 0, 0, blend.num_exact, positions.numel(), positions)
+        return model.prefilled(Prefill(logits, blend.cache, trace, prompt))
 
 
 class _Blend:
