@@ -172,7 +172,13 @@ def test_names_tell_methods_apart():
     names = method_names([kr.FullRecompute(), kr.FullReuse(context="bare"), kr.CacheBlend(), kr.CacheBlend(ratio=0.3)])
     labels = list(names.values())
     assert labels[:2] == ["FullRecompute", "FullReuse (bare)"]
-    assert labels[2:] == [repr(kr.CacheBlend()), repr(kr.CacheBlend(ratio=0.3))]
+    assert labels[2:] == ["CacheBlend (prefix, ratio=0.15)", "CacheBlend (prefix, ratio=0.3)"]
+    names = method_names([kr.CacheBlend(), kr.CacheBlend(selector=kr.RandomTokens()), kr.CacheBlend(context="bare")])
+    assert list(names.values()) == [
+        "CacheBlend (prefix)",
+        "CacheBlend (prefix, selector=RandomTokens(seed=0))",
+        "CacheBlend (bare)",
+    ]
 
 
 # -- resume ---------------------------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ class Fusor:
         timer.mark("rotate_s")
         blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
         logits, selected = blend.run()
-        positions = blend.positions
-        trace = Trace(selected, timer.stages, 0, 0, blend.num_exact, positions.numel(), positions)
+        counts = {"num_exact": blend.num_exact, "num_reused": blend.positions.numel()}
+        trace = Trace(selected, timer.stages, **counts, reused=blend.positions)
         return model.prefilled(Prefill(logits, blend.cache, trace, prompt))
 
 

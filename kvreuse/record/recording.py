@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +32,19 @@ class Observed:
     selected: list[torch.Tensor]
     reused: torch.Tensor
     calls: dict[int, LayerCall]
+    _weights: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @torch.inference_mode()
     def attention(self, layer: int, tokens: int) -> torch.Tensor:
-        """Attention weights [H, tokens, S] (fp32, CPU) of the prompt's last ``tokens``; NaN where a row did not run."""
+        """Attention weights [H, tokens, S] (fp32, CPU) of the prompt's last ``tokens``; NaN where a row did not run.
+
+        Kept: a reference is asked again for every method.
+        """
+        if (layer, tokens) not in self._weights:
+            self._weights[layer, tokens] = self._attention(layer, tokens)
+        return self._weights[layer, tokens]
+
+    def _attention(self, layer: int, tokens: int) -> torch.Tensor:
         rows = Rows.of_layer(self.selected, layer)
         first = self.prompt.num_tokens - tokens
         wanted = rows.ran[rows.ran >= first]
