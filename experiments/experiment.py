@@ -10,7 +10,7 @@ import kvreuse as kr
 from experiments.datasets import Dataset
 from experiments.measure import measure_case
 from experiments.results import Results
-from experiments.runner import Measure, RunConfig
+from experiments.runner import Measure, RunConfig, say
 from experiments.tables import make_table
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def configurations(experiment: Experiment, preset: Preset, given: Mapping[str, A
     What was ``given`` on the command line (not None) comes before the figure's own settings, those before the preset.
 
     Raises:
-        ValueError: a setting is given that the figure sweeps, or a dataset to a figure with its own cases.
+        ValueError: a setting is given that the figure sweeps.
     """
     given = {name: value for name, value in given.items() if value is not None}
     for name in experiment.swept:
@@ -136,8 +136,8 @@ def configurations(experiment: Experiment, preset: Preset, given: Mapping[str, A
         settings["small"] = False
     names: Sequence[str] = named.split(",") if named else preset.datasets or experiment.datasets
     if experiment.cases is not None:
-        if named and named != experiment.cases.name:
-            raise ValueError(f"{experiment.name} runs on its own {experiment.cases.name} cases: leave --dataset out")
+        if named:
+            say(f"{experiment.name} has its own cases, {experiment.cases.name}; --dataset {named} is not used")
         names = [experiment.cases.name]
     wanted = [n.strip() for n in names]
     if not named and experiment.cases is None:  # a preset names what it would like, a figure what it can use

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvreuse as kr
 from experiments.experiment import Experiment
-from experiments.inside import recording, rounded
+from experiments.inside import encoder_words, recording, rounded
 from experiments.options import app_for
 from experiments.plotting import band, dataset_title, legend_below, new_figure, tidy
 from experiments.results import Results
@@ -90,7 +90,7 @@ def draw(tables: list[ValueTable], paper: bool) -> Figure:
             for rule, (_, colour, marker) in RULES.items():
                 line = pd.concat([reuse, frame[frame["rule"] == rule].sort_values("ratio")])
                 band(axes, line["ratio"], line, "deviation", color=colour, marker=marker, label=rule)
-            axes.set_title(f"{dataset_title(table)}\nchunks encoded {_WORDS[context]}", fontsize=10)
+            axes.set_title(f"{dataset_title(table)}\nchunks encoded {encoder_words(context)}", fontsize=10)
             axes.set_xlabel("recompute ratio (0 is full reuse)")
             axes.set_ylim(bottom=0)
             tidy(axes)
@@ -99,8 +99,6 @@ def draw(tables: list[ValueTable], paper: bool) -> Figure:
     legend_below(figure)
     return figure
 
-
-_WORDS = {"bare": "alone", "prefix": "behind the prefix"}
 
 FIG06 = Experiment(
     name="fig06",

@@ -63,3 +63,8 @@ def rounded(values: Any, digits: int = 4) -> Any:
 def number(value: float | None) -> float:
     """A recorded number; None is NaN."""
     return float("nan") if value is None else float(value)
+
+
+def encoder_words(context: str) -> str:
+    """An encoder context for the title of a panel."""
+    return {"bare": "alone", "bos": "behind a BOS", "prefix": "behind the prefix"}[context]

@@ -17,6 +17,7 @@ DATASET_TITLES = {
     "2wikimqa": "2WikiMultihopQA",
     "samsum": "SAMSum",
     "multinews": "MultiNews",
+    "worldcup": "Two players",
 }
 # Okabe and Ito's colours, told apart by colour-blind readers; the shapes say the same again.
 STYLES: dict[str, tuple[str, str]] = {
@@ -56,7 +57,8 @@ def quality_against_ttft(tables: list[Table], paper: bool = False) -> Figure:
             axes.set_ylim(-0.03 * top, top)  # a point at zero is drawn whole
             axes.margins(x=0.12)
             tidy(axes)
-        _time_axis(divergence)
+        log_axis(divergence, (1.0, 2.0, 3.0, 5.0))
+        divergence.set_xlabel("TTFT (s, log scale)")
     header = tables[0].header
     figure.suptitle(
         f"{header['model']}: quality against time to first token ({header['device']}, {header['dtype']}, "
@@ -89,14 +91,14 @@ def _points(axes: Axes, frame: pd.DataFrame, name: str) -> None:
         )
 
 
-def _time_axis(axes: Axes) -> None:
+def log_axis(axes: Axes, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
+    """A logarithmic x axis with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=steps))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("TTFT (s, log scale)")
 
 
 def _source(table: Any) -> str:
