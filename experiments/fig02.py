@@ -12,7 +12,7 @@ import pandas as pd
 import kvreuse as kr
 from experiments.experiment import Experiment
 from experiments.options import app_for
-from experiments.plotting import band, dataset_title, legend_below, new_figure, style_of, tidy
+from experiments.plotting import band, dataset_title, from_zero, legend_below, new_figure, style_of, tidy
 from experiments.tables import Table
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def draw(tables: list[Table], paper: bool) -> Figure:
             axes = panels[row][column]
             sweep_lines(axes, group, name, "num_chunks")
             axes.set_ylabel(label.format(metric=group[0].metric))
-            axes.set_ylim(bottom=0)
+            from_zero(axes)
             axes.set_xticks([t.header["num_chunks"] for t in group])
             tidy(axes)
         panels[0][column].set_title(dataset_title(group[0]), fontsize=10)

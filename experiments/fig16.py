@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.experiment import Experiment
 from experiments.least_compute import METHODS, ratio_of
 from experiments.options import app_for
-from experiments.plotting import band, dataset_title, legend_below, new_figure, style_of, tidy
+from experiments.plotting import band, dataset_title, from_zero, legend_below, log_axis, new_figure, style_of, tidy
 from experiments.tables import Table
 
 if TYPE_CHECKING:
@@ -32,16 +32,17 @@ def draw(tables: list[Table], paper: bool) -> Figure:
             for _, point in frame.iterrows():
                 color, marker = style_of(str(point["method"]))
                 blend = 0 < point["ratio"] < 1
-                text = f"CacheBlend ({point['context']}), % recomputed" if blend else point["label"]
+                text = f"CacheBlend ({point['context']}), ratio in %" if blend else point["label"]
                 axes.plot(point["ttft_s"], point[name], marker, color=color, markersize=7, label=text, linestyle="none")
                 if blend:
                     place: Any = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center", "fontsize": 7}
                     axes.annotate(f"{100 * point['ratio']:g}", (point["ttft_s"], point[name]), color=colour, **place)
             axes.set_ylabel(label.format(metric=table.metric))
-            axes.set_ylim(bottom=0)
+            from_zero(axes)
             tidy(axes)
         panels[0][column].set_title(dataset_title(table), fontsize=10)
-        panels[1][column].set_xlabel("TTFT (s), median")
+        log_axis(panels[1][column])
+        panels[1][column].set_xlabel("TTFT (s, log scale), median")
     figure.suptitle(f"{tables[0].header['model']}: quality against TTFT by recompute ratio", fontsize=11)
     legend_below(figure)
     return figure

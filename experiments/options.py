@@ -89,8 +89,8 @@ def _save(experiment: Experiment, tables: list[AnyTable], figures: Path, paper: 
     paths[0].write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     import pandas as pd
 
-    swept = experiment.swept
-    frames = [t.frame.assign(dataset=t.dataset, **{name: t.header[name] for name in swept}) for t in tables]
+    swept = [{f"swept_{name}": table.header[name] for name in experiment.swept} for table in tables]
+    frames = [t.frame.assign(dataset=t.dataset, **settings) for t, settings in zip(tables, swept, strict=True)]
     pd.concat(frames).to_csv(paths[1], index=False)
     experiment.draw(tables, paper).savefig(paths[2], dpi=200)
     print(f"\nall columns  {paths[0]}\n             {paths[1]}\nfigure       {paths[2]}")

@@ -53,9 +53,8 @@ def quality_against_ttft(tables: list[Table], paper: bool = False) -> Figure:
         quality.set_ylabel(f"{table.metric} (higher is better)")
         divergence.set_ylabel("KL to full recompute\n(nats/token, lower is better)")
         for axes in (quality, divergence):
-            top = max(axes.get_ylim()[1], 0.01)
-            axes.set_ylim(-0.03 * top, top)  # a point at zero is drawn whole
             axes.margins(x=0.12)
+            from_zero(axes)
             tidy(axes)
         log_axis(divergence, (1.0, 2.0, 3.0, 5.0))
         divergence.set_xlabel("TTFT (s, log scale)")
@@ -130,6 +129,12 @@ def tidy(axes: Axes) -> None:
     axes.grid(True, color="#e4e4e4", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def from_zero(axes: Axes) -> None:
+    """The y axis from zero, where a point is drawn whole."""
+    top = max(axes.get_ylim()[1], 0.01)
+    axes.set_ylim(-0.03 * top, top)
 
 
 def style_of(method: str) -> tuple[str, str]:
