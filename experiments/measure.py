@@ -52,13 +52,23 @@ def gold_ids(model: kr.ReuseModel, prompt: kr.RagPrompt, answer: str) -> list[in
 
 
 def method_names(methods: Sequence[kr.ReuseMethod]) -> dict[str, str]:
-    """From a method's repr to a name for tables and plots: label and encoder context; the repr where names collide."""
-    names = {}
+    """From a method's repr to a name for tables and plots: label and encoder context.
+
+    Where that is the same for several, with those settings in which they differ.
+    """
+    groups: dict[tuple[str, str | None], list[kr.ReuseMethod]] = {}
     for method in methods:
-        context = getattr(method, "context", None)
-        names[repr(method)] = f"{method.label} ({context})" if context else method.label
+        groups.setdefault((method.label, getattr(method, "context", None)), []).append(method)
+    names = {}
+    for (label, context), group in groups.items():
+        settings = [vars(method) for method in group]
+        differ = [name for name in settings[0] if len({repr(s.get(name)) for s in settings}) > 1]
+        for method, values in zip(group, settings, strict=True):
+            notes = [context] if context else []
+            notes += [f"{name}={values[name]}" for name in differ if values.get(name) is not None]
+            names[repr(method)] = f"{label} ({', '.join(notes)})" if notes else label
     count = Counter(names.values())
-    return {key: name if count[name] == 1 else key for key, name in names.items()}
+    return {repr(m): names[repr(m)] if count[names[repr(m)]] == 1 else repr(m) for m in methods}
 
 
 def measure_case(

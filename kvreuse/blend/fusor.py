@@ -113,10 +113,11 @@ class Fusor:
             timer.stages,
             num_exact=blend.num_exact,
             num_reused=blend.positions.numel(),
+            reused=blend.positions,
             num_forced=blend.forced.numel(),
             num_checked=blend.num_checked,
             ratio=None if isinstance(self.selector, FirstTokens) else self.ratio,
         )
         if loader.read_bytes:
             trace.stages["read_s"], trace.read_bytes = loader.read_s, loader.read_bytes
-        return Prefill(logits, blend.cache, trace, prompt, read_layers=loader.read_layers)
+        return model.prefilled(Prefill(logits, blend.cache, trace, prompt, read_layers=loader.read_layers))
