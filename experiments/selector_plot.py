@@ -127,17 +127,9 @@ def pareto(frame: pd.DataFrame, name: str, best: Any) -> pd.DataFrame:
 def _fill_handles(contexts: set[str | None]) -> dict[str, Any]:
     from matplotlib.lines import Line2D
 
+    look: dict[str, Any] = {"color": "#444444", "marker": "o", "linestyle": "none", "markersize": 8}
     return {
-        f"chunks encoded {context}": Line2D(
-            [],
-            [],
-            color="#444444",
-            marker="o",
-            linestyle="none",
-            fillstyle=fill,
-            markerfacecoloralt="white",
-            markersize=8,
-        )
+        f"chunks encoded {context}": Line2D([], [], fillstyle=fill, markerfacecoloralt="white", **look)
         for context, fill in _CONTEXTS.items()
         if context in contexts
     }

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 BASE_RULE = "HKVD K+V, gradual"
 _EXPLANATION = (
-    "Mean [95% bootstrap interval over cases]; TTFT: median. Share: of the KL of full reuse with the same encoder that the "
-    "rule removes (1 is full recompute). Budget: K/V recomputed over K/V reused, mean over layers, full layers counted, "
-    "as measured. KL over full recompute's own greedy answer, nats per token; NLL of the gold answer, nats per token."
+    "Mean [95% bootstrap interval over cases]; TTFT: median. Share: of the KL of full reuse with the same encoder that "
+    "the rule removes (1 is full recompute). Budget: K/V recomputed over K/V reused, mean over layers, full layers "
+    "counted, as measured. KL over full recompute's own greedy answer, nats per token; NLL of the gold answer, nats "
+    "per token."
 )
 
 
