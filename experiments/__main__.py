@@ -8,8 +8,9 @@ from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
 from experiments.options import app_for
 from experiments.selectors import SELECTORS
+from experiments.selectors_thin import SELECTORS_THIN
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, SELECTORS)}
+EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, SELECTORS, SELECTORS_THIN)}
 
 
 def listing() -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STYLES: dict[str, tuple[str, str]] = {
     "FullReuse": ("#D55E00", "v"),
     "HKVD K+V, gradual": ("#0072B2", "o"),
-    "CacheBlend, ratio 0.15": ("#0072B2", "*"),
+    "CacheBlend": ("#0072B2", "*"),
     "HKVD K+V, constant": ("#0072B2", "p"),
     "HKVD V, constant": ("#0072B2", "s"),
     "HKVD K, gradual": ("#0072B2", "d"),
@@ -28,8 +28,11 @@ _STYLES: dict[str, tuple[str, str]] = {
     "Random": ("#999999", "x"),
     "Windows": ("#999999", "+"),
     "Oracle deviation": ("#000000", "1"),
+    "Funnel": ("#882255", "P"),
+    "Funnel 1.8, attended": ("#882255", "h"),
+    "Funnel 1.8, by deviation": ("#882255", "8"),
 }
-_OTHER = (("#E69F00", "P"), ("#B8860B", "h"), ("#7A5C00", "H"), ("#C8A951", "8"))  # our own rules
+_OTHER = (("#E69F00", "D"), ("#B8860B", "p"), ("#7A5C00", "H"))  # rules of your own
 _CONTEXTS = {"prefix": "none", "bos": "left", "bare": "full"}  # fill style, by encoder
 _NO_TTFT = ("Oracle deviation",)  # its time includes a full prefill: the point stands at no time anyone would see
 
@@ -73,7 +76,7 @@ def quality_against_ttft(tables: list[Table]) -> Figure:
 
 def _panel(axes: Axes, frame: pd.DataFrame, name: str, handles: dict[str, Any], best: Any) -> None:
     others = [r for r in dict.fromkeys(frame["rule"]) if r not in _STYLES]
-    styles = _STYLES | dict(zip(others, _OTHER * len(others), strict=False))
+    styles = {**_STYLES, **dict(zip(others, _OTHER * len(others), strict=False))}
     for (rule, context), part in frame.groupby(["rule", "context"], sort=False):
         color, marker = styles[str(rule)]
         part = part.sort_values("ttft_s")
