@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from experiments.tables import NOTHING, Table, aligned_lines
@@ -22,7 +23,7 @@ _EXPLANATION = (
 
 def split_label(label: str) -> tuple[str, float | None]:
     """The rule and the budget in a label such as ``Funnel @ 15% (prefix)``; without a budget the method's name."""
-    name = label.rsplit(" (", 1)[0]
+    name = re.sub(r" \((bare|bos|prefix)\)$", "", label)
     rule, at, budget = name.rpartition(" @ ")
     return (rule, float(budget.rstrip("%")) / 100) if at else (name, None)
 
