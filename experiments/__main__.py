@@ -21,9 +21,10 @@ from experiments.fig17 import FIG17
 from experiments.options import app_for
 from experiments.pipelining import PIPELINING
 from experiments.selectors import SELECTORS
+from experiments.selectors_thin import SELECTORS_THIN
 from experiments.timed import timed_app
 
-_ALL = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG12, FIG13, FIG15A, FIG15B, FIG16, FIG17, SELECTORS)
+_ALL = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG12, FIG13, FIG15A, FIG15B, FIG16, FIG17, SELECTORS, SELECTORS_THIN)
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
 TIMED = {experiment.name: experiment for experiment in (FIG10, PIPELINING, CONTROLLER)}
 

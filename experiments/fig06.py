@@ -49,7 +49,7 @@ def _place(method: str) -> tuple[str, float]:
         for m in _methods(context):
             if repr(m) == method and isinstance(m, kr.CacheBlend):
                 rule = next(name for name, (selector, _, _) in RULES.items() if selector == m.selector)
-                return rule, m.ratio
+                return rule, float(m.ratio)
     return "full reuse", 0.0
 
 

@@ -53,7 +53,7 @@ def ratio_of(method: str) -> float:
     """The ratio in a CacheBlend's repr; full reuse is 0, full recompute 1."""
     for m in METHODS:
         if repr(m) == method and isinstance(m, kr.CacheBlend):
-            return m.ratio
+            return float(m.ratio)
     return {"FullReuse": 0.0, "FullRecompute": 1.0}.get(method.split("(", 1)[0], math.nan)
 
 

@@ -128,8 +128,8 @@ def measure(
 
     ``kl`` is nats per token over the reference's answer (over its first token's place if that answer is empty), ``nll``
     nats per token of the first gold answer. ``recomputed_tokens`` is the mean over layers of the context tokens whose
-    K/V were recomputed, ``cpu_s`` the processor time of the prefill, which other processes on a busy machine change less
-    than the TTFT. What a method does not have is None.
+    K/V were recomputed, ``cpu_s`` the processor time of the prefill, which other processes on a busy machine change
+    less than the TTFT. What a method does not have is None.
     """
     record: dict[str, Any] = {
         "case_id": m.case.case_id,

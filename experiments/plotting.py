@@ -26,6 +26,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "FullReuse": ("#D55E00", "v"),
     "CacheBlend": ("#0072B2", "o"),
     "LegoLink": ("#009E73", "^"),
+    "Funnel": ("#882255", "*"),
     "MapReduce": ("#CC79A7", "P"),
     "MapRerank": ("#56B4E9", "X"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,10 @@ from kvreuse.blend.cache import new_blend_cache
 from kvreuse.blend.deviation import Metric, squared_deviation
 from kvreuse.blend.placement import Placement
 from kvreuse.blend.plan import Segment, reused_positions
-from kvreuse.blend.row_pass import Project, RowPass, StopPass
+from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant, layer_ratio
 from kvreuse.blend.selectors import SelectionView
+from kvreuse.blend.signals import question_attention, true_deviation
 from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
@@ -191,9 +191,10 @@ class Blend:
         measured = self.cache.layers[layer - 1].deviation
         assert measured is not None
         scores = measured.cpu()[torch.isin(rows.cpu(), self.chosen)]
-        if self.fusor.drop == "attended":
-            return scores * self._question_attention()[layer - 1, index]
-        return scores * self._question_attention()[layer:, index].mean(dim=0) if self.fusor.drop == "ahead" else scores
+        if self.fusor.drop == "deviation":
+            return scores
+        layers = slice(layer - 1, layer) if self.fusor.drop == "attended" else slice(layer, None)
+        return scores * self._question_attention()[layers, index].mean(dim=0)
 
     def _measure_deviation(self) -> None:
         """Have the cache measure the deviation of what it overwrites, where a schedule will ask for it."""
@@ -221,45 +222,21 @@ class Blend:
         )
 
     def _question_attention(self) -> torch.Tensor:
-        """[L, n]; one pass of the question (and what the store missed) over the reused K/V, once in a request.
-
-        Of a longer question the last ``question_tokens`` run, right behind the context. What the pass writes at the
-        question's places is written anew by the next one.
-        """
+        """[L, n]; asked once in a request."""
         if self._attention is None:
-            asked = min(self.fusor.question_tokens or self.num_question, self.num_question)
-            context = self.num_tokens - self.num_question
-            seen: list[torch.Tensor] = []
-
-            def collect(layer: int, weights: torch.Tensor) -> None:
-                seen.append(weights[0, :, -asked:].float().mean(dim=(0, 1)).cpu())
-                if layer == self.model.num_layers - 1:
-                    raise StopPass
-
-            stop = context + asked
-            cache = new_blend_cache([(held.keys[:, :, :stop], held.values[:, :, :stop]) for held in self.cache.layers])
-            rows = torch.cat([self.forced[self.forced < context], torch.arange(context, stop)])
-            ids = torch.cat([self.input_ids[:context], self.input_ids[-asked:]])
-            with suppress(StopPass):
-                RowPass(
-                    self.model,
-                    cache,
-                    rows,
-                    stop,
-                    trim_last=False,
-                    on_layer_start=self._place_until,
-                    on_attention=collect,
-                ).run(ids)
-            self._attention = torch.stack(seen)[:, self.positions]
+            attention = question_attention(
+                self.model,
+                self.cache,
+                self.input_ids,
+                self.forced,
+                self.num_question,
+                None if self.fusor.as_released else self.fusor.question_tokens,
+                self._place_until,
+            )
+            self._attention = attention[:, self.positions]
         return self._attention
 
     def _true_deviation(self, metric: Metric) -> torch.Tensor:
-        """[L, n]; against a full prefill."""
+        """[L, n]."""
         self.place_all()
-        _, full = self.model.prefill(self.input_ids)
-        rows = []
-        for held, true in zip(self.cache.layers, full.layers, strict=True):
-            at = self.positions.to(held.keys.device)
-            parts = (true.keys[:, :, at], true.values[:, :, at], held.keys[:, :, at], held.values[:, :, at])
-            rows.append(squared_deviation(metric, *parts).cpu())
-        return torch.stack(rows)
+        return true_deviation(self.model, self.cache, self.input_ids, self.positions, metric)
