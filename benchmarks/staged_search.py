@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.staged_search [--queries 1000] [--top-k 2] [--stages 8]
 
 6,119 passages, embedded once by the demo embedder (kept in ``~/.cache/kvreuse/embeddings``), searched for real
-questions: 2WikiMultihopQA's, then Natural Questions' for the rest. An IVF index (cluster slices) and an HNSW index (restarts with
+questions: 2WikiMultihopQA's, then Natural Questions'. An IVF index (cluster slices), an HNSW index (restarts with
 doubled efSearch). Rounds of both searches are interleaved; times are medians over queries, ratios are within one run.
 """
 
