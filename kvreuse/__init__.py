@@ -13,7 +13,7 @@ from kvreuse.blend.selectors import (
     Windows,
 )
 from kvreuse.checks import check_model
-from kvreuse.errors import KVReuseError, PromptTooLongError, UnsupportedModelError
+from kvreuse.errors import IntegrityError, KVReuseError, PromptTooLongError, UnsupportedModelError
 from kvreuse.kv import ChunkEncoder, ChunkKV, encode_chunk
 from kvreuse.loading import load_model
 from kvreuse.methods import (
@@ -29,29 +29,51 @@ from kvreuse.methods import (
 )
 from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
+from kvreuse.ragcache import (
+    GDSF,
+    LFU,
+    LRU,
+    PGDSF,
+    Document,
+    HalvingWindow,
+    KnowledgeTree,
+    Match,
+    Policy,
+    SlidingWindow,
+)
 from kvreuse.results import Answer, Prefill, Trace
 from kvreuse.store import KVStore
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GDSF",
     "HKVD",
+    "LFU",
+    "LRU",
+    "PGDSF",
     "Answer",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
     "ChunkReuse",
     "Constant",
+    "Document",
     "FirstTokens",
     "FullRecompute",
     "FullReuse",
     "Gradual",
+    "HalvingWindow",
+    "IntegrityError",
     "KVReuseError",
     "KVStore",
+    "KnowledgeTree",
     "LegoLink",
     "MapReduce",
     "MapRerank",
+    "Match",
     "OracleDeviation",
+    "Policy",
     "Prefill",
     "PrefixCaching",
     "PromptTooLongError",
@@ -62,6 +84,7 @@ __all__ = [
     "ReuseModel",
     "SelectionView",
     "Selector",
+    "SlidingWindow",
     "Trace",
     "UnsupportedModelError",
     "Windows",

@@ -11,3 +11,7 @@ class UnsupportedModelError(KVReuseError):
 
 class PromptTooLongError(KVReuseError, ValueError):
     """The prompt has more tokens than the model's context."""
+
+
+class IntegrityError(KVReuseError):
+    """A data structure broke one of its own rules; the message names it."""

@@ -58,6 +58,14 @@ class NodeHeap:
         """All nodes, in no order."""
         return list(self._at)
 
+    def is_ordered(self) -> bool:
+        """Whether every entry is where the heap thinks it is, and no entry is below a larger one. Looks at all."""
+        entries = self._entries
+        at_home = all(self._at.get(node) == at for at, (_, node) in enumerate(entries)) and len(self._at) == len(
+            entries
+        )
+        return at_home and all(entries[(at - 1) >> 1][0] <= entries[at][0] for at in range(1, len(entries)))
+
     def _rise(self, at: int) -> None:
         entries, places = self._entries, self._at
         entry = entries[at]

@@ -34,6 +34,10 @@ class KVBackend(Protocol):
         """The tree has let go of a copy."""
         ...
 
+    def num_bytes(self, payload: Any) -> int | None:
+        """Bytes of a copy, to check the tree's books; None where there are no tensors."""
+        ...
+
 
 class SizesOnly:
     """No K/V at all: the tree counts bytes and tokens. For simulation."""
@@ -48,6 +52,10 @@ class SizesOnly:
 
     def drop(self, payload: Any) -> None:
         """Nothing to free."""
+
+    def num_bytes(self, payload: Any) -> int | None:
+        """Nothing to weigh."""
+        return None
 
 
 class Node:

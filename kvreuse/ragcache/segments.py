@@ -82,6 +82,18 @@ class Segments:
         """The second tier."""
         return self.tiers[HOST]
 
+    def subscribe(self, listener: Listener) -> None:
+        """Have ``listener(node, has_kv)`` called whenever a node gains its first or loses its last copy."""
+        self._listeners.append(listener)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, parents first."""
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
     # -- tiers --------------------------------------------------------------------------------------------------------
 
     def _place(self, node: Node, index: int, make_payload: MakePayload | None) -> bool:

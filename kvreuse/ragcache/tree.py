@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from kvreuse.ragcache.integrity import check_integrity
 from kvreuse.ragcache.node import GPU, HOST, Document, Match, Node, free_key
-from kvreuse.ragcache.segments import Listener, MakePayload, Segments, check_size
+from kvreuse.ragcache.segments import MakePayload, Segments, check_size
 from kvreuse.store.tiers import parse_bytes
 
 
@@ -71,17 +72,9 @@ class KnowledgeTree(Segments):
             node = child
         return total
 
-    def subscribe(self, listener: Listener) -> None:
-        """Have ``listener(node, has_kv)`` called whenever a node gains its first or loses its last copy."""
-        self._listeners.append(listener)
-
-    def nodes(self) -> Iterator[Node]:
-        """All nodes, parents first."""
-        stack = [self.root]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every invariant holds. For tests: it looks at all nodes."""
+        check_integrity(self)
 
     # -- a request's way: lock, promote, insert, update, release ------------------------------------------------------
 
@@ -159,6 +152,7 @@ class KnowledgeTree(Segments):
             self._pin(node, 1)
             held.append(node)
             parent = node
+        self._forget()
         longer = replace(match, nodes=tuple(held))
         del self._locked[id(match)]
         self._locked[id(longer)] = longer
