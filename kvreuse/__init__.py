@@ -25,6 +25,7 @@ from kvreuse.methods import (
     MapReduce,
     MapRerank,
     PrefixCaching,
+    RagCache,
     ReuseMethod,
 )
 from kvreuse.model import ReuseModel
@@ -40,6 +41,7 @@ from kvreuse.ragcache import (
     Match,
     Policy,
     SlidingWindow,
+    TreeCache,
 )
 from kvreuse.results import Answer, Prefill, Trace
 from kvreuse.store import KVStore
@@ -78,6 +80,7 @@ __all__ = [
     "PrefixCaching",
     "PromptTooLongError",
     "QuestionAttention",
+    "RagCache",
     "RagPrompt",
     "RandomTokens",
     "ReuseMethod",
@@ -86,6 +89,7 @@ __all__ = [
     "Selector",
     "SlidingWindow",
     "Trace",
+    "TreeCache",
     "UnsupportedModelError",
     "Windows",
     "check_model",

@@ -1,5 +1,6 @@
 """RAGCache: a knowledge tree of exact document K/V over GPU and host memory, its policies, scheduling, speculation."""
 
+from kvreuse.ragcache.kv import TensorBackend, TreeCache
 from kvreuse.ragcache.node import Document, KVBackend, Match, Node, SizesOnly
 from kvreuse.ragcache.policies import GDSF, LFU, LRU, PGDSF, HalvingWindow, Policy, SlidingWindow
 from kvreuse.ragcache.tree import KnowledgeTree
@@ -18,4 +19,6 @@ __all__ = [
     "Policy",
     "SizesOnly",
     "SlidingWindow",
+    "TensorBackend",
+    "TreeCache",
 ]

@@ -232,6 +232,13 @@ class KnowledgeTree(Segments):
                     self._take(node, tier)
         return sum(not node.has_kv for node in with_kv)
 
+    def clear(self) -> None:
+        """Drop all K/V, those of locked handles too; frequencies and costs stay."""
+        for node in reversed(list(self._with_kv_below(self.root))):
+            for tier in (GPU, HOST):
+                if node.kv[tier] is not None and node.num_bytes:
+                    self._take(node, tier)
+
     def _handle(self, path: tuple[Document, ...], nodes: list[Node], documents: Sequence[Document]) -> Match:
         held = tuple(nodes)
         in_gpu = sum(node.num_tokens for node in held if node.in_gpu)
