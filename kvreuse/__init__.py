@@ -13,7 +13,7 @@ from kvreuse.blend.selectors import (
     Windows,
 )
 from kvreuse.checks import check_model
-from kvreuse.errors import IntegrityError, KVReuseError, PromptTooLongError, UnsupportedModelError
+from kvreuse.errors import IntegrityError, KVReuseError, LostEntryError, PromptTooLongError, UnsupportedModelError
 from kvreuse.kv import ChunkEncoder, ChunkKV, encode_chunk
 from kvreuse.loading import load_model
 from kvreuse.methods import (
@@ -44,7 +44,7 @@ from kvreuse.ragcache import (
     TreeCache,
 )
 from kvreuse.results import Answer, Prefill, Trace
-from kvreuse.store import KVStore
+from kvreuse.store import KVStore, StorageDevice
 
 __version__ = "0.1.0"
 
@@ -71,6 +71,7 @@ __all__ = [
     "KVStore",
     "KnowledgeTree",
     "LegoLink",
+    "LostEntryError",
     "MapReduce",
     "MapRerank",
     "Match",
@@ -88,6 +89,7 @@ __all__ = [
     "SelectionView",
     "Selector",
     "SlidingWindow",
+    "StorageDevice",
     "Trace",
     "TreeCache",
     "UnsupportedModelError",

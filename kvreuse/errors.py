@@ -15,3 +15,9 @@ class PromptTooLongError(KVReuseError, ValueError):
 
 class IntegrityError(KVReuseError):
     """A data structure broke one of its own rules; the message names it."""
+
+
+class LostEntryError(KVReuseError):
+    """A stored entry cannot be read any more, or is not what was written. The store has dropped it: it is a miss."""
+
+    index: int = -1  # which of a request's entries

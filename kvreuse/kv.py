@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
 from transformers import DynamicCache
@@ -15,6 +15,54 @@ if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
 
 EncoderContext = Literal["bare", "bos", "prefix"]
+
+
+class StoredKV(Protocol):
+    """K/V of one run of tokens wherever they are kept: in memory as they are, compressed, or on disk.
+
+    ``start``, ``long_rope``: as in `ChunkKV`. ``in_memory``: `layer` reads no storage device.
+    """
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Token ids [T]."""
+
+    @property
+    def start(self) -> int:
+        """Position the first token was computed at."""
+
+    @property
+    def long_rope(self) -> bool:
+        """With a longrope model's frequencies for long prompts."""
+
+    @property
+    def in_memory(self) -> bool:
+        """False: `layer` reads a storage device."""
+
+    def like(self, layer: int) -> KVShape:
+        """Shapes and type of a layer's K/V, without reading them."""
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, [1, H_kv, T, D] each, on the CPU or wherever they are.
+
+        Raises:
+            LostEntryError: the entry's file can no longer be read or is not what was written.
+        """
+
+    def load(self) -> ChunkKV:
+        """All layers in memory; raises as `layer` does."""
+
+    def close(self) -> None:
+        """Let go of what reading holds (an open file)."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Shape [1, H_kv, T, D] of one layer's keys and values, and their type as the model computes them."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +88,27 @@ class ChunkKV:
     def num_bytes(self) -> int:
         """Bytes of keys, values and ids."""
         return sum(t.numel() * t.element_size() for t in (self.ids, *self.keys, *self.values))
+
+    @property
+    def in_memory(self) -> bool:
+        """True."""
+        return True
+
+    def like(self, layer: int) -> KVShape:
+        """Shapes and type of a layer's K/V."""
+        keys, values = self.keys[layer], self.values[layer]
+        return KVShape(tuple(keys.shape), tuple(values.shape), keys.dtype)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer."""
+        return self.keys[layer], self.values[layer]
+
+    def load(self) -> ChunkKV:
+        """Itself."""
+        return self
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
     def to(self, device: torch.device | str) -> ChunkKV:
         """On another device; the same object where it is there already."""

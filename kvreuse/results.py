@@ -36,9 +36,12 @@ class Trace:
 
     ``selected``: per layer, the sorted positions that ran through it (question included) [n_l]. On HKVD's check layer
     K/V of all other inexact tokens are fresh as well.
-    ``stages``: seconds per stage; those of `TTFT_STAGES` make up the TTFT, ``encode_s`` (chunks computed for next
-    time) does not. ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V
-    are exact. ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
+    ``stages``: seconds per stage; those of `TTFT_STAGES` make up the TTFT. With pipelined loading ``load_s`` is what
+    was waited for; ``read_s`` is how long the readers took, hidden or not. ``encode_s`` (chunks computed for next time)
+    and ``promote_s`` (read from disk, kept in memory) come after the first token.
+    ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V are exact.
+    ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
+    ``read_bytes``: bytes read from disk.
     """
 
     selected: list[torch.Tensor] = field(default_factory=list)
@@ -47,6 +50,7 @@ class Trace:
     misses: int = 0
     num_exact: int = 0
     num_reused: int = 0
+    read_bytes: int = 0
 
 
 @dataclass
@@ -54,13 +58,15 @@ class Prefill:
     """A prompt that is ready to be continued.
 
     ``logits`` [B, V]: for the first new token. ``cache``: a transformers Cache of the whole prompt; hand it on
-    with ``model.hf.generate(**model.generate_inputs(result))``.
+    with ``model.hf.generate(**model.generate_inputs(result))``. ``read_layers``: per segment the packed layers that
+    were read from disk, until the store has taken them.
     """
 
     logits: torch.Tensor
     cache: Cache
     trace: Trace
     prompt: RagPrompt
+    read_layers: list[dict[int, list[torch.Tensor]]] | None = field(default=None, repr=False)
 
     @property
     def ttft_s(self) -> float:

@@ -96,11 +96,24 @@ def test_bad_sizes_name_the_value(size):
         kr.KVStore(memory=size)
 
 
-def test_disk_is_refused_until_it_exists():
-    with pytest.raises(ValueError, match="memory only"):
-        kr.KVStore(disk="folder", disk_capacity="50GiB")
+def test_contradicting_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="without disk="):
         kr.KVStore(disk_capacity="50GiB")
+    with pytest.raises(ValueError, match="nowhere to keep"):
+        kr.KVStore(memory=None)
+    with pytest.raises(ValueError, match="kv_dtype='fp8'"):
+        kr.KVStore(kv_dtype="fp8")
+    with pytest.raises(ValueError, match="write='later'"):
+        kr.KVStore(write="later")
+    with pytest.raises(TypeError, match="disk=3"):
+        kr.KVStore(disk=3)
+    with pytest.raises(ValueError, match="name of its own"):
+        kr.KVStore(disk=[tmp_path, tmp_path])
+    with pytest.raises(ValueError, match="capacity= *") as caught:
+        kr.KVStore(disk=kr.StorageDevice(tmp_path), disk_capacity=5)
+    assert "disk_capacity=5" in str(caught.value)
+    with pytest.raises(ValueError, match="throttle_bytes_per_s=0"):
+        kr.StorageDevice(tmp_path, throttle_bytes_per_s=0)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.lists(st.integers(0, 9), min_size=1, max_size=4))

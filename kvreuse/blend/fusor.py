@@ -6,16 +6,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import Cache
 
 from kvreuse.blend.cache import new_blend_cache
 from kvreuse.blend.deviation import Metric, squared_deviation
-from kvreuse.blend.placement import load, place_keys
+from kvreuse.blend.placement import Placement
 from kvreuse.blend.plan import Segment, reused_positions
 from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant, Schedule
 from kvreuse.blend.selectors import SelectionView, Selector
+from kvreuse.errors import LostEntryError
 from kvreuse.results import Prefill, Trace, full_prefill
+from kvreuse.store.loader import LayerLoader
 from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
@@ -44,22 +45,70 @@ class Fusor:
     measure: Metric = "kv"
     as_released: bool = False
 
-    def prefill(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], timer: StageTimer) -> Prefill:
-        """Prefill ``prompt`` from its looked-up ``segments`` (those without stored K/V are recomputed)."""
-        hits = sum(s.stored is not None for s in segments)
-        result = self._blend(model, prompt, segments, timer) if hits else full_prefill(model, prompt, timer)
+    def prefill(
+        self,
+        model: ReuseModel,
+        prompt: RagPrompt,
+        segments: list[Segment],
+        timer: StageTimer,
+        pipelined: bool = True,
+        promote: bool = False,
+    ) -> Prefill:
+        """Prefill ``prompt`` from its looked-up ``segments`` (those without stored K/V are recomputed).
+
+        An entry that turns out damaged while it is loaded becomes a miss, in ``segments`` too, and the blend starts
+        again.
+
+        Args:
+            pipelined: load layer i + 1 while layer i is recomputed (5); False loads everything first.
+            promote: hand what was read from disk to ``result.read_layers``, for the memory tier.
+        """
+        while True:
+            hits = sum(s.stored is not None for s in segments)
+            try:
+                if not hits:
+                    result = full_prefill(model, prompt, timer)
+                else:
+                    result = self._blend(model, prompt, segments, timer, pipelined, promote)
+                break
+            except LostEntryError as lost:
+                timer.mark("load_s")
+                stored = segments[lost.index].stored
+                segments[lost.index] = replace(segments[lost.index], stored=None)
+                if stored is not None:
+                    stored.close()
         result.trace.hits, result.trace.misses = hits, len(segments) - hits
         return result
 
-    def _blend(self, model: ReuseModel, prompt: RagPrompt, segments: list[Segment], timer: StageTimer) -> Prefill:
-        buffers, loaded = load(model, segments, prompt.num_tokens)
-        timer.mark("load_s")
-        place_keys(model, loaded, prompt.num_tokens, buffers)
-        timer.mark("rotate_s")
-        blend = _Blend(self, model, prompt, segments, new_blend_cache(buffers), timer)
-        logits, selected = blend.run()
+    def _blend(
+        self,
+        model: ReuseModel,
+        prompt: RagPrompt,
+        segments: list[Segment],
+        timer: StageTimer,
+        pipelined: bool,
+        promote: bool,
+    ) -> Prefill:
+        blend = _Blend(self, model, prompt, segments, timer)
+        first_choice = blend.first  # not the blend itself: the loader would hold it, and its K/V, in a cycle
+
+        def wanted(layer: int, index: int) -> bool:
+            # Before a check layer all tokens that are not exact run through layer 0: nothing of theirs is loaded there.
+            return layer > 0 or first_choice == 0 or segments[index].exact
+
+        devices = [model.layer_device(layer) for layer in range(model.num_layers)]
+        with LayerLoader([s.stored for s in segments], wanted, devices, keep=promote) as loader:
+            blend.place_into(Placement(model, segments, prompt.num_tokens, loader))
+            if not pipelined:
+                loader.wait_all()
+            timer.mark("load_s")
+            if not pipelined:
+                blend.place_all()
+            logits, selected = blend.run()
         trace = Trace(selected, timer.stages, num_exact=blend.num_exact, num_reused=blend.positions.numel())
-        return Prefill(logits, blend.cache, trace, prompt)
+        if loader.read_bytes:
+            trace.stages["read_s"], trace.read_bytes = loader.read_s, loader.read_bytes
+        return Prefill(logits, blend.cache, trace, prompt, read_layers=loader.read_layers)
 
 
 class _Blend:
@@ -71,10 +120,10 @@ class _Blend:
         model: ReuseModel,
         prompt: RagPrompt,
         segments: list[Segment],
-        cache: Cache,
         timer: StageTimer,
     ) -> None:
-        self.fusor, self.model, self.cache, self.timer = fusor, model, cache, timer
+        self.fusor, self.model, self.timer = fusor, model, timer
+        self._placed, self._stage = 0, "check_s"
         self.input_ids, self.num_question = prompt.input_ids, prompt.question.numel()
         self.num_tokens = prompt.num_tokens
         positions, chunk, offset = reused_positions(segments)
@@ -104,6 +153,8 @@ class _Blend:
                 self._choose(self.view)
             rows = self._rows()
         self.timer.mark("check_s")
+        if self.first == 0:
+            self._stage = "recompute_s"
         self._measure_deviation()
         row_pass = RowPass(
             self.model,
@@ -112,11 +163,29 @@ class _Blend:
             self.num_tokens,
             narrow=None if self.selector is None else self._narrow,
             bottom_right_from=1 if self.fusor.as_released else None,
+            on_layer_start=self._place_until,
             on_layer_end=self._layer_end,
         )
         logits = row_pass.run(self.input_ids)
         self.timer.mark("first_token_s")
         return logits, row_pass.selected
+
+    def place_into(self, placement: Placement) -> None:
+        """Give the blend its buffers."""
+        self._placement, self.cache = placement, new_blend_cache(placement.buffers)
+
+    def place_all(self) -> None:
+        """Put all stored K/V into the buffers."""
+        for layer in range(self.model.num_layers):
+            self._place_until(layer)
+
+    def _place_until(self, layer: int) -> None:
+        """Have stored K/V in the buffers up to ``layer``."""
+        if self._placed <= layer:
+            self.timer.mark(self._stage, wait=False)
+        while self._placed <= layer:
+            self._placement.place(self._placed, self.timer)
+            self._placed += 1
 
     @property
     def view(self) -> SelectionView:
@@ -169,6 +238,7 @@ class _Blend:
             too_late = self._too_late
             self._choose(replace(self.view, deviation=deviation, question_attention=too_late, true_deviation=too_late))
             self.timer.mark("check_s")
+            self._stage = "recompute_s"
             kept = self._rows()
             # The pass overwrites this layer's K/V with themselves: keep the deviation the check has seen.
             held = self.cache.layers[layer]
@@ -219,13 +289,20 @@ class _Blend:
         def collect(layer: int, weights: torch.Tensor) -> None:
             seen.append(weights[0, :, -self.num_question :].float().mean(dim=(0, 1)).cpu())
 
-        RowPass(self.model, self.cache, self.forced, self.num_tokens, trim_last=False, on_attention=collect).run(
-            self.input_ids
-        )
+        RowPass(
+            self.model,
+            self.cache,
+            self.forced,
+            self.num_tokens,
+            trim_last=False,
+            on_layer_start=self._place_until,
+            on_attention=collect,
+        ).run(self.input_ids)
         return torch.stack(seen)[:, self.positions]
 
     def _true_deviation(self, metric: Metric) -> torch.Tensor:
         """[L, n]; against a full prefill."""
+        self.place_all()
         _, full = self.model.prefill(self.input_ids)
         rows = []
         for held, true in zip(self.cache.layers, full.layers, strict=True):

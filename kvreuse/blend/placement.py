@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvreuse.blend.plan import Segment
-from kvreuse.kv import ChunkKV
+from kvreuse.kv import ChunkKV, StoredKV
 from kvreuse.rope import RotaryTable, rotate
+from kvreuse.store.loader import LayerLoader
+from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
-
-Buffers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def rerotate_keys(model: ReuseModel, kv: ChunkKV, place: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -28,7 +27,7 @@ def rerotate_keys(model: ReuseModel, kv: ChunkKV, place: int, num_tokens: int) -
     out = []
     for layer, keys in enumerate(kv.keys):
         moved = torch.empty_like(keys)
-        _place_keys(model, tables, layer, kv, place, moved)
+        _place_keys(model, tables, layer, kv, keys, place, moved)
         out.append(moved)
     return tuple(out)
 
@@ -47,56 +46,56 @@ class _Tables:
             self._made[key] = self._model.rotary_table(layer, num_tokens)
         return self._made[key]
 
-    def move(self, layer: int, kv: ChunkKV, place: int) -> RotaryTable | None:
+    def move(self, layer: int, kv: StoredKV, place: int) -> RotaryTable | None:
         """The rotation of every token of ``kv``; None where it stands at its place already."""
-        key = (self._model.layer_types[layer], kv.long_rope, kv.start, place, kv.num_tokens)
+        num_tokens = kv.ids.numel()
+        key = (self._model.layer_types[layer], kv.long_rope, kv.start, place, num_tokens)
         if key not in self._moves:
-            stop = kv.start + kv.num_tokens
+            stop = kv.start + num_tokens
             length = max(stop, self._model.long_rope_length) if kv.long_rope else stop
             encoded_at = self._table(layer, length)[kv.start : stop]
-            target = self._table(layer, self._num_tokens)[place : place + kv.num_tokens]
+            target = self._table(layer, self._num_tokens)[place : place + num_tokens]
             self._moves[key] = None if target.same_as(encoded_at) else target.minus(encoded_at)
         return self._moves[key]
 
 
-def _place_keys(model: ReuseModel, tables: _Tables, layer: int, kv: ChunkKV, place: int, out: torch.Tensor) -> None:
+def _place_keys(
+    model: ReuseModel, tables: _Tables, layer: int, kv: StoredKV, keys: torch.Tensor, place: int, out: torch.Tensor
+) -> None:
     pairing = model.key_rotation[layer]
     move = None if pairing == "none" else tables.move(layer, kv, place)
     if move is None:
-        out.copy_(kv.keys[layer])
+        out.copy_(keys)
     else:
-        rotate(kv.keys[layer], move, interleaved=pairing == "interleaved", out=out)
+        rotate(keys.to(out.device), move, interleaved=pairing == "interleaved", out=out)
 
 
-def load(model: ReuseModel, segments: list[Segment], num_tokens: int) -> tuple[Buffers, list[Segment]]:
-    """Buffers for the whole prompt's K/V with the stored values copied in, and the segments with keys on their device.
+class Placement:
+    """The prompt's K/V buffers, [1, H_kv, S, D] per layer, filled layer by layer with what the loader hands out."""
 
-    The keys follow with `place_keys`.
-    """
-    example = next(s.stored for s in segments if s.stored is not None)
-    buffers: Buffers = []
-    for layer in range(model.num_layers):
-        device = model.layer_device(layer)
-        buffers.append(
-            tuple(  # type: ignore[arg-type]
-                torch.empty(*t.shape[:2], num_tokens, t.shape[3], dtype=t.dtype, device=device)
-                for t in (example.keys[layer], example.values[layer])
+    def __init__(self, model: ReuseModel, segments: list[Segment], num_tokens: int, loader: LayerLoader) -> None:
+        self._model, self._segments, self._loader = model, segments, loader
+        self._tables = _Tables(model, num_tokens)
+        example = next(s.stored for s in segments if s.stored is not None)
+        self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in range(model.num_layers):
+            like, device = example.like(layer), model.layer_device(layer)
+            keys, values = (
+                torch.empty(*shape[:2], num_tokens, shape[3], dtype=like.dtype, device=device)
+                for shape in (like.keys, like.values)
             )
-        )
-        for s in segments:
-            if s.stored is not None:
-                buffers[layer][1][:, :, s.place : s.stop].copy_(s.stored.values[layer])
+            self.buffers.append((keys, values))
 
-    def with_keys_loaded(kv: ChunkKV) -> ChunkKV:
-        return replace(kv, keys=tuple(k.to(b.device) for k, (b, _) in zip(kv.keys, buffers, strict=True)))
-
-    return buffers, [s if s.stored is None else replace(s, stored=with_keys_loaded(s.stored)) for s in segments]
-
-
-def place_keys(model: ReuseModel, segments: list[Segment], num_tokens: int, buffers: Buffers) -> None:
-    """Write the stored keys, re-rotated once in fp32, into the buffers."""
-    tables = _Tables(model, num_tokens)
-    for layer, (keys, _) in enumerate(buffers):
-        for s in segments:
-            if s.stored is not None:
-                _place_keys(model, tables, layer, s.stored, s.place, keys[:, :, s.place : s.stop])
+    def place(self, layer: int, timer: StageTimer) -> None:
+        """Wait for a layer's stored K/V, copy the values in and re-rotate the keys, once, in fp32."""
+        keys, values = self.buffers[layer]
+        loaded = self._loader.take(layer)
+        for s, kv in zip(self._segments, loaded, strict=True):
+            if kv is not None:
+                values[:, :, s.place : s.stop].copy_(kv[1])
+        timer.mark("load_s", wait=False)
+        for s, kv in zip(self._segments, loaded, strict=True):
+            if kv is not None and s.stored is not None:
+                out = keys[:, :, s.place : s.stop]
+                _place_keys(self._model, self._tables, layer, s.stored, kv[0], s.place, out)
+        timer.mark("rotate_s", wait=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvreuse.kv import ChunkEncoder, ChunkKV, chunk_key
+from kvreuse.kv import ChunkEncoder, StoredKV, chunk_key
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
@@ -31,7 +31,7 @@ class Segment:
     start: int
     exact: bool
     long_rope: bool = False
-    stored: ChunkKV | None = None
+    stored: StoredKV | None = None
 
     @property
     def stop(self) -> int:
@@ -65,7 +65,7 @@ def chunk_segments(
 
 def look_up(segments: list[Segment], fingerprint: str, store: KVStore) -> list[Segment]:
     """The segments with what the store has of each."""
-    return [replace(s, stored=store.get(s.key(fingerprint), s.ids)) for s in segments]
+    return [replace(s, stored=store.get(s.key(fingerprint), s.ids, fingerprint)) for s in segments]
 
 
 def reused_positions(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

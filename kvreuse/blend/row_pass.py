@@ -47,7 +47,7 @@ class RowPass:
         trim_last: only the last row goes through the last layer's attention and MLP; of the others only K/V are
             needed.
         bottom_right_from: from this layer on mask as the released code does (rank, not position); None never.
-        on_layer_end: called after each layer with its index.
+        on_layer_start, on_layer_end: called before (ahead of all else) and after each layer with its index.
         on_attention: called with (layer, weights [1, H, n, S]) of every layer.
     """
 
@@ -61,6 +61,7 @@ class RowPass:
         narrow: Narrow | None = None,
         trim_last: bool = True,
         bottom_right_from: int | None = None,
+        on_layer_start: Callable[[int], None] | None = None,
         on_layer_end: Callable[[int], None] | None = None,
         on_attention: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class RowPass:
         self.rows = self._first_rows = rows.to(model.device)
         self.selected: list[torch.Tensor] = []
         self._narrow, self._trim_last, self._bottom_right_from = narrow, trim_last, bottom_right_from
-        self._on_layer_end, self._on_attention = on_layer_end, on_attention
+        self._on_layer_start, self._on_layer_end, self._on_attention = on_layer_start, on_layer_end, on_attention
         self._index: torch.Tensor | None = None  # of the rows among the first; None: they are all there
         self._masks: dict[Any, Any] = {}
         self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -99,6 +100,8 @@ class RowPass:
         def hook(
             layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if self._on_layer_start is not None:
+                self._on_layer_start(index)
             if not args:
                 args = (kwargs.pop("hidden_states"),)
 

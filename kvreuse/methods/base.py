@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from kvreuse.blend.fusor import Fusor
 from kvreuse.blend.plan import Segment, chunk_segments, look_up
+from kvreuse.errors import LostEntryError
 from kvreuse.kv import ChunkEncoder, ChunkKV, EncoderContext, encode_chunk
 from kvreuse.results import Answer, Prefill
 from kvreuse.store import KVStore
@@ -91,7 +95,7 @@ def encode_missing(model: ReuseModel, segments: list[Segment], store: KVStore) -
     kept = True
     for key, segment in zip(keys, segments, strict=True):
         if key not in store:
-            kept &= store.put(key, encode_segment(model, segment))
+            kept &= store.put(key, encode_segment(model, segment), fingerprint)
     if kept and not all(key in store for key in keys):
         warnings.warn(
             f"{store!r} is too small for this prompt's K/V: chunks push each other out and are recomputed in every "
@@ -136,15 +140,38 @@ class ChunkReuse(ReuseMethod):
         store = self.check_request(model, prompt, store)
         return encode_missing(model, self.segments(model, prompt), store)
 
-    def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> Prefill:
-        """Prefill from stored chunk K/V; what is recomputed is in ``result.trace``."""
+    def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore, *, pipelined: bool = True) -> Prefill:
+        """Prefill from stored chunk K/V; what is recomputed is in ``result.trace``.
+
+        ``pipelined``: read the next layers from disk while a layer is recomputed (5); False reads everything first.
+        """
         store = self.check_request(model, prompt, store)
         fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
         segments = look_up(self.segments(model, prompt), fingerprint, store)
         timer.mark("lookup_s")
-        result = self.fusor().prefill(model, prompt, segments, timer)
+        try:
+            result = self.fusor().prefill(model, prompt, segments, timer, pipelined, store.promotes)
+            if result.read_layers and any(result.read_layers):
+                result.trace.stages["promote_s"] = _promote(segments, fingerprint, store, result.read_layers)
+            result.read_layers = None
+        finally:
+            for segment in segments:
+                if segment.stored is not None:
+                    segment.stored.close()
         missing = [s for s in segments if s.stored is None]
         if missing:
             result.trace.stages["encode_s"] = encode_missing(model, missing, store)
         return result
+
+
+def _promote(
+    segments: list[Segment], fingerprint: str, store: KVStore, layers: list[dict[int, list[torch.Tensor]]]
+) -> float:
+    """Keep in memory what was read from disk; seconds."""
+    started = time.perf_counter()
+    for segment, known in zip(segments, layers, strict=True):
+        if known and segment.stored is not None:
+            with suppress(LostEntryError):
+                store.promote(segment.key(fingerprint), segment.stored, known)
+    return time.perf_counter() - started

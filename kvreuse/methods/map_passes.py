@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from kvreuse import compat
 from kvreuse.blend.plan import Segment, chunk_segments, look_up
+from kvreuse.errors import LostEntryError
 from kvreuse.kv import ChunkEncoder, ChunkKV
 from kvreuse.methods.base import ReuseMethod, encode_missing, encode_segment
 from kvreuse.store import KVStore
@@ -77,10 +78,11 @@ class MapMethod(ReuseMethod):
         timer.mark("lookup_s")
         parts = []
         for segment in segments:
-            kv = segment.stored
+            kv = _loaded(segment)
+            timer.mark("load_s")
             if kv is None:
                 kv = encode_segment(model, segment)
-                store.put(segment.key(fingerprint), kv)
+                store.put(segment.key(fingerprint), kv, fingerprint)
                 timer.mark("map_prefill_s")
             parts.append(kv)
         prefix = parts.pop(0) if prompt.prefix.numel() else None
@@ -92,6 +94,18 @@ class MapMethod(ReuseMethod):
         rows = _decode_batch(model, cache, lengths, longest, asked, max_new_tokens, timer)
         timer.mark("map_decode_s")
         return [MappedChunk(ids, model.decode(ids).strip(), logprob) for ids, logprob in rows], timer
+
+
+def _loaded(segment: Segment) -> ChunkKV | None:
+    """A segment's stored K/V in memory; None if there are none, or they turn out damaged."""
+    if segment.stored is None:
+        return None
+    try:
+        return segment.stored.load()
+    except LostEntryError:
+        return None
+    finally:
+        segment.stored.close()
 
 
 def _left_padded(

@@ -57,16 +57,21 @@ class PrefixCaching(ReuseMethod):
         segments: list[Segment] = []
         hit = True
         for segment in _chain(model, prompt):
-            stored = store.get(segment.key(fingerprint), segment.ids) if hit else None
+            stored = store.get(segment.key(fingerprint), segment.ids, fingerprint) if hit else None
             hit = stored is not None
             segments.append(replace(segment, stored=stored))
         timer.mark("lookup_s")
-        result = Fusor().prefill(model, prompt, segments, timer)
+        try:
+            result = Fusor().prefill(model, prompt, segments, timer)
+        finally:
+            for segment in segments:
+                if segment.stored is not None:
+                    segment.stored.close()
         if self.insert:
             started = time.perf_counter()
             for segment in segments:
                 if segment.stored is None:
-                    store.put(segment.key(fingerprint), _cut_out(result, segment))
+                    store.put(segment.key(fingerprint), _cut_out(result, segment), fingerprint)
             result.trace.stages["encode_s"] = time.perf_counter() - started
         return result
 

@@ -6,7 +6,9 @@ import re
 from collections import OrderedDict
 
 from kvreuse.kv import ChunkKV
+from kvreuse.store.codec import PackedKV
 
+MemoryEntry = ChunkKV | PackedKV
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -41,7 +43,8 @@ class MemoryTier:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
         self.evictions = 0
-        self._entries: OrderedDict[str, ChunkKV] = OrderedDict()
+        self.pinned: set[str] = set()
+        self._entries: OrderedDict[str, MemoryEntry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,28 +56,42 @@ class MemoryTier:
         """All keys, least recently used first."""
         return list(self._entries)
 
-    def get(self, key: str) -> ChunkKV | None:
+    def items(self) -> list[tuple[str, MemoryEntry]]:
+        """All keys and entries, least recently used first."""
+        return list(self._entries.items())
+
+    def get(self, key: str) -> MemoryEntry | None:
         """The entry, now the most recently used, or None."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
-    def put(self, key: str, entry: ChunkKV) -> bool:
-        """Keep an entry; evicts as needed. False if it is larger than the whole tier."""
-        if entry.num_bytes > self.capacity_bytes:
+    def put(self, key: str, entry: MemoryEntry) -> bool:
+        """Keep an entry; evicts as needed. False, and nothing has changed, if it does not fit beside what is pinned."""
+        old = self._entries.get(key)
+        excess = self.num_bytes - (old.num_bytes if old else 0) + entry.num_bytes - self.capacity_bytes
+        victims = []
+        for other, held in self._entries.items():
+            if excess <= 0:
+                break
+            if other != key and other not in self.pinned:
+                victims.append(other)
+                excess -= held.num_bytes
+        if excess > 0:
             return False
-        self.delete(key)
-        while self.num_bytes + entry.num_bytes > self.capacity_bytes:
-            self.delete(next(iter(self._entries)))
-            self.evictions += 1
+        for victim in victims:
+            self.delete(victim)
+        self.evictions += len(victims)
+        self.num_bytes += entry.num_bytes - (old.num_bytes if old else 0)
         self._entries[key] = entry
-        self.num_bytes += entry.num_bytes
+        self._entries.move_to_end(key)
         return True
 
     def delete(self, key: str) -> bool:
         """Drop an entry; False if there is none."""
         entry = self._entries.pop(key, None)
+        self.pinned.discard(key)
         if entry is None:
             return False
         self.num_bytes -= entry.num_bytes
