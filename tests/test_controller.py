@@ -103,7 +103,7 @@ def test_searches_are_forgotten() -> None:
     assert not speculator._searches
 
 
-# -- what is committed --------------------------------------------------------------------------------------------------
+# -- what is committed ------------------------------------------------------------------------------------------------
 
 
 def test_only_the_final_list_is_committed() -> None:

@@ -43,9 +43,9 @@ class _BatchLayer(DynamicLayer):
 class DecodeBatch:
     """K/V of the sequences that decode, side by side.
 
-    Sequence i takes the columns ``end - length_i .. end``: lengths differ on the left, where an attention mask hides the
-    rest, so a step adds one column for all and distances between columns are distances between positions. Nothing is
-    copied from step to step. Each row's logits equal the sequence decoded alone, up to rounding.
+    Sequence i takes the columns ``end - length_i .. end``: lengths differ on the left, where an attention mask hides
+    the rest, so a step adds one column for all, and distances between columns are distances between positions. Nothing
+    is copied from step to step. Each row's logits equal the sequence decoded alone, up to rounding.
 
     Args:
         model: runs the steps.

@@ -14,7 +14,7 @@ from kvreuse.errors import IntegrityError
 from kvreuse.kv import ChunkKV
 from kvreuse.ragcache.node import Document, Match
 from kvreuse.ragcache.policies import Policy
-from kvreuse.ragcache.segments import CostFunction
+from kvreuse.ragcache.segments import CostFunction, MakePayload
 from kvreuse.ragcache.tree import KnowledgeTree
 from kvreuse.results import Prefill, full_prefill
 from kvreuse.timing import StageTimer
@@ -120,7 +120,7 @@ class TreeCache:
                 f"the prompt's prefix ({prompt.prefix.numel()} tokens) is not the one this tree was made for "
                 f"({self.prefix.numel()} tokens): make a TreeCache for each system prompt"
             )
-        return tuple(Document(_content_id(ids), ids.numel()) for ids in prompt.chunks)
+        return tuple(Document(content_id(ids), ids.numel()) for ids in prompt.chunks)
 
     def serves(self, prompt: RagPrompt) -> bool:
         """Whether K/V of this prompt can be the tree's (see ``long_rope``)."""
@@ -156,6 +156,10 @@ class TreeCache:
 
     def keep(self, prompt: RagPrompt, match: Match, result: Prefill) -> Match:
         """Insert the exact K/V of a prefilled prompt. Returns the handle to go on with (see `KnowledgeTree.insert`)."""
+        return self.tree.insert(match, self.cutter(prompt, result))
+
+    def cutter(self, prompt: RagPrompt, result: Prefill) -> MakePayload:
+        """Cuts K/V of the system prefix (index 0) and of chunks (1, 2, ...) out of a prefilled prompt, as copies."""
         bounds = [0, self.prefix.numel()]
         for ids in prompt.chunks:
             bounds.append(bounds[-1] + ids.numel())
@@ -168,7 +172,7 @@ class TreeCache:
             )
             return ChunkKV(prompt.input_ids[part], part.start, keys, values, self.long_rope)
 
-        return self.tree.insert(match, cut)
+        return cut
 
     def prefill(self, prompt: RagPrompt, *, insert: bool = True, update: bool = True) -> Prefill:
         """Serve one prompt: match, promote, prefill the rest, insert, update (RAGCache, 4).
@@ -208,5 +212,6 @@ class TreeCache:
         )
 
 
-def _content_id(ids: torch.Tensor) -> str:
+def content_id(ids: torch.Tensor) -> str:
+    """A document's id: SHA-256 (hex) of its token ids."""
     return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
