@@ -29,6 +29,7 @@ from kvreuse.methods import (
     ReuseMethod,
 )
 from kvreuse.model import ReuseModel
+from kvreuse.prefix import BlockPrefixCache
 from kvreuse.prompt import RagPrompt
 from kvreuse.ragcache import (
     GDSF,
@@ -55,6 +56,7 @@ __all__ = [
     "LRU",
     "PGDSF",
     "Answer",
+    "BlockPrefixCache",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
