@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,3 +213,13 @@ def test_wrong_stores_and_prompts_say_what_to_pass():
         kr.RagCache().prefill(model, kr.RagPrompt([9], prompt.chunks, prompt.question), cache)
     with pytest.raises(ValueError, match="make a TreeCache for this model"):
         kr.RagCache().prefill(tiny_model("qwen2"), prompt, cache)
+
+
+def test_the_example_in_the_docs_runs(demo_model, monkeypatch, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "ragcache.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.setattr(kr, "load_model", lambda name: demo_model)
+    exec(compile(example, "docs/ragcache.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:3] for line in lines[:3]] == ["0 3", "3 1", "1 3"]
+    assert lines[3].startswith("Match(2 of 2 documents")
