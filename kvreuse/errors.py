@@ -13,6 +13,10 @@ class PromptTooLongError(KVReuseError, ValueError):
     """The prompt has more tokens than the model's context."""
 
 
+class IntegrityError(KVReuseError):
+    """A data structure broke one of its own rules; the message names it."""
+
+
 class LostEntryError(KVReuseError):
     """A stored entry cannot be read any more, or is not what was written. The store has dropped it: it is a miss."""
 

@@ -9,6 +9,7 @@ from kvreuse.methods.legolink import LegoLink
 from kvreuse.methods.map_reduce import MapReduce
 from kvreuse.methods.map_rerank import MapRerank
 from kvreuse.methods.prefix_caching import PrefixCaching
+from kvreuse.methods.rag_cache import RagCache
 
 __all__ = [
     "CacheBlend",
@@ -20,5 +21,6 @@ __all__ = [
     "MapReduce",
     "MapRerank",
     "PrefixCaching",
+    "RagCache",
     "ReuseMethod",
 ]
