@@ -136,7 +136,7 @@ def _against(records: pd.DataFrame, auto: pd.Series, measured: float) -> float:
 def draw(results: Results) -> Figure:
     """Left: predicted against measured. Right: what auto costs."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     frame, _ = tabulate(results)
     devices = {"memory": ("#000000", "s"), "load 1x": (STYLES["CacheBlend"][0], "o"), "load 3x": ("#D55E00", "^")}
@@ -144,7 +144,7 @@ def draw(results: Results) -> Figure:
     left, right = figure.subplots(1, 2)
     for device, (colour, marker) in devices.items():
         rows = frame[frame["device"] == device]
-        label = "in memory" if device == "memory" else f"throttled disk, {device} recompute at 4k tokens"
+        label = "in memory" if device == "memory" else f"disk throttled: {device} recompute (longest prompt)"
         left.plot(rows["measured, s"], rows["predicted, s"], marker, color=colour, fillstyle="none", label=label)
         autos = rows[rows["asked"] == "auto"]
         values = [float(v) for v in autos["by max(r* blend, load)"]]
@@ -159,7 +159,9 @@ def draw(results: Results) -> Figure:
     left.set_xscale("log")
     left.set_yscale("log")
     for axis in (left.xaxis, left.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     left.set_xlabel("measured TTFT (s, log scale)")
     left.set_ylabel("predicted TTFT (s, log scale)")
     left.set_title("ratios 0.05 to 0.5 and auto's", fontsize=10)
@@ -175,7 +177,7 @@ def draw(results: Results) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     h, model = results.header, profile_of(results).model
     figure.suptitle(f"{h['model']}: the loading controller ({model.device}, threads: {model.threads})", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
