@@ -5,26 +5,37 @@ from __future__ import annotations
 import sys
 
 from experiments.controller import CONTROLLER
+from experiments.fig02 import FIG02
+from experiments.fig03 import FIG03
+from experiments.fig04 import FIG04
+from experiments.fig06 import FIG06
+from experiments.fig07 import FIG07
+from experiments.fig08 import FIG08
 from experiments.fig10 import FIG10
 from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
+from experiments.fig15a import FIG15A
+from experiments.fig15b import FIG15B
+from experiments.fig16 import FIG16
 from experiments.fig17 import FIG17
 from experiments.options import app_for
 from experiments.pipelining import PIPELINING
+from experiments.selectors import SELECTORS
+from experiments.selectors_thin import SELECTORS_THIN
 from experiments.timed import timed_app
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, FIG17)}
+_ALL = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG12, FIG13, FIG15A, FIG15B, FIG16, FIG17, SELECTORS, SELECTORS_THIN)
+EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
 TIMED = {experiment.name: experiment for experiment in (FIG10, PIPELINING, CONTROLLER)}
 
 
 def listing() -> str:
-    """Every figure with what it shows."""
-    lines = [
-        f"  python -m experiments.{name}  {experiment.shows}" for name, experiment in (EXPERIMENTS | TIMED).items()
-    ]
-    return "\n".join(
-        [*lines, "  python -m experiments all     all of them; options go to each (--smoke, --limit, ...)"]
-    )
+    """Every figure with what it shows, where in the paper it is, and what a run on the demo model takes."""
+    every = sorted((EXPERIMENTS | TIMED).items(), key=lambda item: (not item[0].startswith("fig"), item[0]))
+    rows = [(f"python -m experiments.{name}", experiment.about) for name, experiment in every]
+    rows.append(("python -m experiments all", "all of them; options go to each (--smoke, --limit, ...)"))
+    width = max(len(command) for command, _ in rows)
+    return "\n".join(f"  {command:{width}}  {about}" for command, about in rows)
 
 
 def main(arguments: list[str]) -> int:

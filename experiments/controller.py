@@ -183,7 +183,9 @@ def draw(results: Results) -> Figure:
 
 CONTROLLER = TimedExperiment(
     name="controller",
-    shows="CacheBlend, section 5: the loading controller's predicted TTFT against the measured one; what auto costs.",
+    shows="the loading controller's predicted TTFT against the measured one; what auto costs.",
+    section="CacheBlend 5",
+    cost="6 minutes",
     measure=measure,
     tabulate=tabulate,
     draw=draw,

@@ -121,7 +121,9 @@ _NAMES = {"paper": "paper's formula (ratio x prefill)", "measured": "measured"}
 
 FIG10 = TimedExperiment(
     name="fig10",
-    shows="CacheBlend, figure 10: recompute and load delay over the recompute ratio; which device hides its load.",
+    shows="recompute and load delay over the recompute ratio; which device hides its load.",
+    section="CacheBlend 5",
+    cost="2 minutes",
     measure=measure,
     tabulate=tabulate,
     draw=draw,

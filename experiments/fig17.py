@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import kvreuse as kr
-from experiments.options import Experiment, app_for
+from experiments.experiment import Experiment
+from experiments.options import app_for
 from experiments.plotting import DATASET_TITLES, STYLES
 from experiments.profiled import DEVICES
 from experiments.stored import OnDevice
@@ -93,7 +94,9 @@ def _time_axis(axes: Axes) -> None:
 
 FIG17 = Experiment(
     name="fig17",
-    shows="CacheBlend, figure 17: quality against TTFT with K/V in memory, on this disk, and on slower devices.",
+    shows="quality against TTFT with K/V in memory, on this disk, and on slower devices.",
+    section="CacheBlend 7.4",
+    cost="a minute a case",
     methods=(kr.FullRecompute(), *(OnDevice(method, place) for place in PLACES for method in METHODS)),
     draw=draw,
     datasets=("2wikimqa",),

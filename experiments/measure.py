@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,13 +52,23 @@ def gold_ids(model: kr.ReuseModel, prompt: kr.RagPrompt, answer: str) -> list[in
 
 
 def method_names(methods: Sequence[kr.ReuseMethod]) -> dict[str, str]:
-    """From a method's repr to a name for tables and plots: label and encoder context; the repr where names collide."""
-    names = {}
+    """From a method's repr to a name for tables and plots: label and encoder context.
+
+    Where that is the same for several, with those settings in which they differ.
+    """
+    groups: dict[tuple[str, str | None], list[kr.ReuseMethod]] = {}
     for method in methods:
-        context = getattr(method, "context", None)
-        names[repr(method)] = f"{method.label} ({context})" if context else method.label
+        groups.setdefault((method.label, getattr(method, "context", None)), []).append(method)
+    names = {}
+    for (label, context), group in groups.items():
+        settings = [vars(method) for method in group]
+        differ = [name for name in settings[0] if len({repr(s.get(name)) for s in settings}) > 1]
+        for method, values in zip(group, settings, strict=True):
+            notes = [context] if context else []
+            notes += [f"{name}={values[name]}" for name in differ if values.get(name) is not None]
+            names[repr(method)] = f"{label} ({', '.join(notes)})" if notes else label
     count = Counter(names.values())
-    return {key: name if count[name] == 1 else key for key, name in names.items()}
+    return {repr(m): names[repr(m)] if count[names[repr(m)]] == 1 else repr(m) for m in methods}
 
 
 def measure_case(
@@ -117,7 +128,8 @@ def measure(
 
     ``kl`` is nats per token over the reference's answer (over its first token's place if that answer is empty), ``nll``
     nats per token of the first gold answer. ``recomputed_tokens`` is the mean over layers of the context tokens whose
-    K/V were recomputed. What a method does not have is None.
+    K/V were recomputed, ``cpu_s`` the processor time of the prefill, which other processes on a busy machine change
+    less than the TTFT. What a method does not have is None.
     """
     record: dict[str, Any] = {
         "case_id": m.case.case_id,
@@ -132,16 +144,42 @@ def measure(
     if not method.has_prefill:  # no logits to compare
         answer = method.answer(model, m.prompt, store, m.max_new_tokens, m.stop)
         return record | _answer_fields(answer), None
+    started = time.process_time()
     result = method.prefill(model, m.prompt, store)
-    answer = model.generate(result, m.max_new_tokens, m.stop)
-    record |= _answer_fields(answer) | _trace_fields(result, m.prompt)
+    record["cpu_s"] = time.process_time() - started
     record["nll"] = answer_nll(model.score(result, m.gold), m.gold)
+    if reference is None or isinstance(method, kr.FullRecompute):
+        answer = model.generate(result, m.max_new_tokens, m.stop)
+    else:
+        scored = _score_reference(model, result, reference)
+        record["kl"] = kl_divergence(reference.logprobs, scored[: len(reference.token_ids)])
+        answer = _answer(model, result, m, reference, scored)
+    record |= _answer_fields(answer) | _trace_fields(result, m.prompt)
     if isinstance(method, kr.FullRecompute):
         ids = (answer.token_ids or [result.first_token])[: m.score_tokens]
         return record | {"kl": 0.0}, Reference(ids, model.score(result, ids))
-    if reference is not None:
-        record["kl"] = kl_divergence(reference.logprobs, model.score(result, reference.token_ids))
     return record, None
+
+
+def _score_reference(model: kr.ReuseModel, result: kr.Prefill, reference: Reference) -> torch.Tensor:
+    """Log-probabilities of the reference's answer, and of what follows it if that is still inside the context."""
+    ids = reference.token_ids
+    room = result.prompt.num_tokens + len(ids) < model.max_context
+    return model.score(result, [*ids, ids[-1]] if room else ids)  # what the last id is makes no difference
+
+
+def _answer(
+    model: kr.ReuseModel, result: kr.Prefill, m: Measurement, reference: Reference, scored: torch.Tensor
+) -> kr.Answer:
+    """The greedy answer. As far as it is the reference's, ``scored`` has shown it: that part is not decoded again."""
+    picks, ids, same = scored.argmax(dim=-1).tolist(), reference.token_ids, 0
+    ends = model.eos_token_ids
+    most = 0 if m.stop is not None else min(len(ids), m.max_new_tokens - 1)
+    while same < most and picks[same] == ids[same] and picks[same] not in ends:
+        same += 1
+    if 0 < same == len(ids) < len(picks) and picks[same] in ends:  # the whole answer, and its end
+        return kr.Answer(model.decode(ids).strip(), list(ids), result.ttft_s, dict(result.trace.stages))
+    return model.generate(result, m.max_new_tokens, m.stop, ids[:same])
 
 
 def ttft(method: kr.ReuseMethod, model: kr.ReuseModel, m: Measurement, store: kr.KVStore) -> float:
@@ -151,7 +189,7 @@ def ttft(method: kr.ReuseMethod, model: kr.ReuseModel, m: Measurement, store: kr
     return method.prefill(model, m.prompt, store).ttft_s
 
 
-_UNKNOWN = ("kl", "nll", "num_reused", "num_exact", "recomputed_tokens", "hits", "misses")
+_UNKNOWN = ("kl", "nll", "num_reused", "num_exact", "recomputed_tokens", "hits", "misses", "budget", "cpu_s")
 
 
 def _answer_fields(answer: kr.Answer) -> dict[str, Any]:
@@ -174,4 +212,5 @@ def _trace_fields(result: kr.Prefill, prompt: kr.RagPrompt) -> dict[str, Any]:
         "recomputed_tokens": statistics.fmean(len(s) - question for s in trace.selected),
         "hits": trace.hits,
         "misses": trace.misses,
+        "budget": trace.budget if trace.num_reused else None,
     }

@@ -41,10 +41,14 @@ STAGES = {"map_prefill_s": "map prefill (s)", "map_decode_s": "map decode (s)"}
 
 @dataclass(frozen=True)
 class Table:
-    """One dataset's table: ``frame`` has a row per method; each interval column has NAME, NAME_low and NAME_high."""
+    """One dataset's table: ``frame`` has a row per method; each interval column has NAME, NAME_low and NAME_high.
+
+    ``cases`` has a row per case and method, the raw numbers.
+    """
 
     header: dict[str, Any]
     frame: pd.DataFrame
+    cases: pd.DataFrame
     num_cases: int
     skipped: int
     failed: int
@@ -61,19 +65,20 @@ class Table:
 
     def markdown(self, stages: Sequence[str] = ()) -> str:
         """All columns as Markdown, with what they were measured on above them."""
-        return "\n".join([*self._caption(), "", *_lines(self._cells(tuple(INTERVALS), stages))])
+        return "\n".join([*self._caption(), "", *aligned_lines(self._cells(tuple(INTERVALS), stages))])
 
     def text(self, stages: Sequence[str] = ()) -> str:
         """The main columns for a terminal."""
         header = self.header
         title = f"{header['figure']}: {self.dataset}, {header['model']}, {self.num_cases} cases from {header['source']}"
-        return "\n".join([title, *_lines(self._cells(("score", "kl", "gap_same", "speedup"), stages))])
+        title += f", {self.frame['prompt_tokens'].iloc[0]:.0f} tokens in {self.frame['num_chunks'].iloc[0]:.1f} chunks"
+        return "\n".join([title, *aligned_lines(self._cells(("score", "kl", "gap_same", "speedup"), stages))])
 
     def _cells(self, names: Sequence[str], stages: Sequence[str]) -> list[list[str]]:
         headings = [INTERVALS[name].format(metric=self.metric) for name in names]
         rows = [["method", *headings, "TTFT, s (quartiles)", *(STAGES[s] for s in stages)]]
         for _, row in self.frame.iterrows():
-            cells = [_cell(row, name, percent=name == "share") for name in names]
+            cells = [interval_cell(row, name, percent=name == "share") for name in names]
             ttft = f"{row['ttft_s']:.3f} ({row['ttft_q25']:.3f}-{row['ttft_q75']:.3f})"
             rows.append([str(row["label"]), *cells, ttft, *(_number(row[s]) for s in stages)])
         return rows
@@ -114,7 +119,7 @@ def make_table(results: Results) -> Table | None:
     # One order of cases for all methods, so that differences are paired.
     by_method = {name: part.sort_values("case_id") for name, part in frame.groupby("method")}
     rows = [_summary(m, by_method, header["methods"]) for m in header["methods"]]
-    return Table(header, pd.DataFrame(rows), len(cases), len(skipped), len(failed))
+    return Table(header, pd.DataFrame(rows), frame, len(cases), len(skipped), len(failed))
 
 
 def _summary(
@@ -172,7 +177,7 @@ def _values(part: pd.DataFrame, column: str) -> list[float]:
     return [] if values.isna().any() else values.tolist()
 
 
-def _cell(row: pd.Series, name: str, percent: bool) -> str:
+def interval_cell(row: pd.Series, name: str, percent: bool) -> str:
     values = [float(row[n]) for n in (name, f"{name}_low", f"{name}_high")]
     if math.isnan(values[0]):
         return "-"
@@ -185,7 +190,7 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 
-def _lines(rows: list[list[str]]) -> list[str]:
+def aligned_lines(rows: list[list[str]]) -> list[str]:
     """A Markdown table whose columns line up."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]

@@ -92,7 +92,14 @@ class TimedExperiment:
     measure: Callable[[TimedConfig, kr.ReuseModel], Records]
     tabulate: Callable[[Results], tuple[pd.DataFrame, str]]
     draw: Callable[[Results], Figure]
+    section: str
+    cost: str
     repeats: int = 5
+
+    @property
+    def about(self) -> str:
+        """The line of the list of figures, and the help text."""
+        return f"{self.shows} [{self.section}; {self.cost}]"
 
 
 def equal_chunks(
@@ -235,7 +242,7 @@ def timed_app(experiment: TimedExperiment) -> typer.Typer:
         if stopped:
             sys.exit(130)
 
-    main.__doc__ = experiment.shows
+    main.__doc__ = experiment.about
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=experiment.shows)(main)
+    app.command(help=experiment.about)(main)
     return app

@@ -1,9 +1,10 @@
 """Reuse of KV caches in retrieval-augmented generation, on unmodified Hugging Face models."""
 
 from kvreuse.blend.placement import rerotate_keys
-from kvreuse.blend.schedule import Constant, Gradual
+from kvreuse.blend.schedule import Constant, Gradual, Narrowing
 from kvreuse.blend.selectors import (
     HKVD,
+    AttendedDeviation,
     FirstTokens,
     OracleDeviation,
     QuestionAttention,
@@ -27,6 +28,7 @@ from kvreuse.methods import (
     ChunkReuse,
     FullRecompute,
     FullReuse,
+    Funnel,
     LegoLink,
     MapReduce,
     MapRerank,
@@ -35,6 +37,15 @@ from kvreuse.methods import (
 )
 from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
+from kvreuse.record import (
+    AttentionDeviation,
+    AttentionMatrix,
+    KVDeviation,
+    RankCorrelation,
+    Recorder,
+    Recording,
+    SelectedTokens,
+)
 from kvreuse.results import Answer, Prefill, Trace
 from kvreuse.store import KVStore, StorageDevice
 from kvreuse.store.controller import LoadingController
@@ -44,6 +55,9 @@ __version__ = "0.1.0"
 __all__ = [
     "HKVD",
     "Answer",
+    "AttendedDeviation",
+    "AttentionDeviation",
+    "AttentionMatrix",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
@@ -52,7 +66,9 @@ __all__ = [
     "FirstTokens",
     "FullRecompute",
     "FullReuse",
+    "Funnel",
     "Gradual",
+    "KVDeviation",
     "KVReuseError",
     "KVStore",
     "LegoLink",
@@ -60,6 +76,7 @@ __all__ = [
     "LostEntryError",
     "MapReduce",
     "MapRerank",
+    "Narrowing",
     "OracleDeviation",
     "Prefill",
     "PrefixCaching",
@@ -68,8 +85,12 @@ __all__ = [
     "QuestionAttention",
     "RagPrompt",
     "RandomTokens",
+    "RankCorrelation",
+    "Recorder",
+    "Recording",
     "ReuseMethod",
     "ReuseModel",
+    "SelectedTokens",
     "SelectionView",
     "Selector",
     "StorageDevice",

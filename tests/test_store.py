@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from chunks import entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import hf_model, ids, tiny_model
@@ -11,13 +12,6 @@ from tiny import hf_model, ids, tiny_model
 import kvreuse as kr
 from kvreuse.kv import chunk_key
 from kvreuse.store.tiers import parse_bytes
-
-
-def entry(seed: int, tokens: int = 4) -> kr.ChunkKV:
-    g = torch.Generator().manual_seed(seed)
-    kv = tuple(torch.randn(1, 1, tokens, 2, generator=g) for _ in range(2))
-    return kr.ChunkKV(ids(tokens, seed), 0, kv, kv)
-
 
 SIZE = entry(0).num_bytes
 operations = st.lists(

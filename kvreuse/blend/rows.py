@@ -117,10 +117,13 @@ class RowMask:
 
     def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention weights [B, H, n, S] in fp32."""
-        groups = query.shape[1] // key.shape[1]
+        kv_heads, n = key.shape[1], query.shape[2]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        scores = query.float() @ key.float().repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
-        return scores.masked_fill(~self.visible(), float("-inf")).softmax(dim=-1)
+        # The query heads that share a KV head become rows of one product: no key is copied.
+        folded = query.float().unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        scores = (folded * scale) @ key.float().transpose(-1, -2)
+        scores = scores.unflatten(2, (-1, n)).flatten(1, 2)
+        return scores.masked_fill_(~self.visible(), float("-inf")).softmax(dim=-1)
 
 
 def row_attention(

@@ -23,7 +23,8 @@ class SelectionView:
     ``deviation(metric)`` -> [n]: of fresh against stored K/V on the check layer (only with ``needs_fresh_kv``).
     ``question_attention()`` -> [L, n]: attention from the question over the reused K/V, averaged over heads and
     question tokens. ``true_deviation(metric)`` -> [L, n]: against full recompute's K/V (costs a full prefill;
-    analysis only). With ``needs_fresh_kv`` the choice falls in the middle of a pass, and these two raise.
+    analysis only). With ``needs_fresh_kv`` the choice falls in the middle of a pass, and these two raise, except
+    attention that ``needs_question_attention`` asked for.
     """
 
     positions: torch.Tensor
@@ -38,11 +39,14 @@ class SelectionView:
 class Selector(ABC):
     """Scores candidates once; a gradual schedule then narrows them by their deviation on each layer.
 
+    ``needs_question_attention``: the question's pass over the reused K/V runs before anything else, so that
+    ``view.question_attention()`` is known in the middle of a pass as well.
     ``needs_fresh_kv``: layer 0 runs on all tokens and the choice falls on layer 1, the check layer, where the fresh
     K/V of all candidates are known and kept. Otherwise the chosen tokens alone go from layer 0 on.
     """
 
     needs_fresh_kv: ClassVar[bool] = False
+    needs_question_attention: ClassVar[bool] = False
 
     @abstractmethod
     def scores(self, view: SelectionView) -> torch.Tensor:
@@ -126,6 +130,16 @@ class Windows(Selector):
         return scores.to(view.positions.device)
 
 
+def _check_from_layer(from_layer: float) -> None:
+    if not 0 <= from_layer < 1:
+        raise ValueError(f"from_layer={from_layer}: give a fraction in [0, 1)")
+
+
+def _upper(attention: torch.Tensor, from_layer: float) -> torch.Tensor:
+    """Mean [n] of ``attention`` [L, n] over the layers above the fraction ``from_layer``."""
+    return attention[int(from_layer * attention.shape[0]) :].mean(dim=0)
+
+
 @dataclass(frozen=True)
 class QuestionAttention(Selector):
     """Attention from the question to the context over the reused K/V; needs no full layer 0.
@@ -136,13 +150,29 @@ class QuestionAttention(Selector):
     from_layer: float = 1 / 3
 
     def __post_init__(self) -> None:
-        if not 0 <= self.from_layer < 1:
-            raise ValueError(f"from_layer={self.from_layer}: give a fraction in [0, 1)")
+        _check_from_layer(self.from_layer)
 
     def scores(self, view: SelectionView) -> torch.Tensor:
         """Mean attention over heads, question tokens and the upper layers."""
-        attention = view.question_attention()
-        return attention[int(self.from_layer * attention.shape[0]) :].mean(dim=0)
+        return _upper(view.question_attention(), self.from_layer)
+
+
+@dataclass(frozen=True)
+class AttendedDeviation(Selector):
+    """HKVD's deviation times `QuestionAttention`'s attention: tokens that changed and that the question looks at."""
+
+    metric: Metric = "kv"
+    from_layer: float = 1 / 3
+    needs_fresh_kv: ClassVar[bool] = True
+    needs_question_attention: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_metric(self.metric)
+        _check_from_layer(self.from_layer)
+
+    def scores(self, view: SelectionView) -> torch.Tensor:
+        """Squared L2 deviation on layer 1, times mean attention over heads, question tokens and the upper layers."""
+        return view.deviation(self.metric) * _upper(view.question_attention(), self.from_layer)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from kvreuse.methods.base import ChunkReuse, ReuseMethod
 from kvreuse.methods.cacheblend import CacheBlend
 from kvreuse.methods.full_recompute import FullRecompute
 from kvreuse.methods.full_reuse import FullReuse
+from kvreuse.methods.funnel import Funnel
 from kvreuse.methods.legolink import LegoLink
 from kvreuse.methods.map_reduce import MapReduce
 from kvreuse.methods.map_rerank import MapRerank
@@ -14,6 +15,7 @@ __all__ = [
     "ChunkReuse",
     "FullRecompute",
     "FullReuse",
+    "Funnel",
     "LegoLink",
     "MapReduce",
     "MapRerank",

@@ -3,7 +3,7 @@
 Any safetensors reader opens these files; here they are written and read at offsets. The library's own writer orders
 tensors by type and name, and its reader maps the file, so that one cut short under the mapping would kill the process
 instead of being a miss. Tensors: ``ids`` int64 [T], then ``layer.NNN`` uint8 [bytes], in order. The metadata hold the
-shapes, a CRC-32 per layer, and a SHA-256 over themselves and the ids.
+shapes, a CRC-32 per layer, and a SHA-256 over the rest of the header and the ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from kvreuse.store.codec import Codec, PackedKV
 VERSION = 1
 _FIRST_READ = 1 << 14  # covers the header of most chunks
 _MAX_HEADER = 1 << 26
+_HEAD = b'{"__metadata__":{"digest":"'
+_AFTER_DIGEST = b'","kvreuse":'
+_DIGEST = slice(len(_HEAD), len(_HEAD) + 64)
 
 
 class BadFileError(Exception):
@@ -46,20 +49,23 @@ class Header:
 def write_chunk(descriptor: int, entry: PackedKV) -> None:
     """Write an entry to an open, empty file; returns when it is on the device (fsync)."""
     ids = entry.ids.to(torch.int64).contiguous()
-    layers = [_bytes_of(parts) for parts in entry.parts]
-    meta: dict[str, Any] = {
+    layers = [[byte_view(part.detach().cpu().contiguous()) for part in parts] for parts in entry.parts]
+    shapes = [(like.keys[1], like.keys[3], like.values[1], like.values[3]) for like in entry.shapes]
+    meta = {
         "version": VERSION,
         "codec": entry.codec.name,
         "dtype": str(entry.shapes[0].dtype).removeprefix("torch."),
+        "tokens": ids.numel(),
         "start": entry.start,
         "long_rope": entry.long_rope,
-        "shapes": [[like.keys[1], like.keys[3], like.values[1], like.values[3]] for like in entry.shapes],
+        "shapes": [[len(list(run)), *shape] for shape, run in groupby(shapes)],  # most layers are alike
         "checksums": [_checksum(layer) for layer in layers],
     }
-    text = json.dumps(meta, separators=(",", ":"))
     sizes = [ids.numel() * 8, *(sum(len(part) for part in layer) for layer in layers)]
-    header = json.dumps(_table(text, _digest(text, ids), sizes), separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    text = json.dumps(json.dumps(meta, separators=(",", ":")))
+    rest = _AFTER_DIGEST + text.encode() + b"}," + _table(sizes)
+    rest += b" " * (-(_DIGEST.stop + len(rest)) % 8)
+    header = _HEAD + _digest(rest, byte_view(ids)).encode() + rest
     pieces: list[bytes | memoryview] = [
         len(header).to_bytes(8, "little") + header,
         byte_view(ids),
@@ -77,43 +83,41 @@ def read_header(descriptor: int, codec: Codec) -> Header:
     size = os.fstat(descriptor).st_size
     first = os.pread(descriptor, _FIRST_READ, 0)
     length = int.from_bytes(first[:8], "little")
-    if len(first) < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
-        raise BadFileError(f"no safetensors header in {size} bytes")
-    if len(first) < 8 + length:
-        first += os.pread(descriptor, 8 + length - len(first), len(first))
+    body = 8 + length
+    if len(first) < 8 or not _DIGEST.stop < length <= min(_MAX_HEADER, size - 8):
+        raise BadFileError(f"no chunk's header in {size} bytes")
+    if len(first) < body:
+        first += os.pread(descriptor, body - len(first), len(first))
+    header = first[8:body]
+    if not (header.startswith(_HEAD) and header.startswith(_AFTER_DIGEST, _DIGEST.stop)):
+        raise BadFileError("not a chunk's file")
     try:
-        table = json.loads(first[8 : 8 + length])
-        text, digest = table["__metadata__"]["kvreuse"], table["__metadata__"]["digest"]
-        num_ids = int(table["ids"]["shape"][0])
-        body = 8 + length
+        # The rest of the header is the table for other readers: the digest covers it, so it need not be parsed.
+        text, _ = json.JSONDecoder().raw_decode(header.decode(), _DIGEST.stop + len(_AFTER_DIGEST))
+        meta = json.loads(text)
+        num_ids = meta["tokens"]
         raw = first[body : body + 8 * num_ids]
         if len(raw) < 8 * num_ids:
             raw += os.pread(descriptor, 8 * num_ids - len(raw), body + len(raw))
         ids = torch.from_numpy(np.frombuffer(raw, dtype="<i8").astype(np.int64))
-        if digest != _digest(text, ids):
-            raise BadFileError("the header's checksum does not match")
-        meta = json.loads(text)
+        if header[_DIGEST].decode() != _digest(header[_DIGEST.stop :], raw):
+            raise BadFileError("its header does not match its checksum")
         if (meta["version"], meta["codec"]) != (VERSION, codec.name):
             raise BadFileError(f"written as version {meta['version']}, {meta['codec']}")
         dtype = getattr(torch, meta["dtype"])
-        shapes = tuple(
-            KVShape((1, heads, num_ids, dim), (1, value_heads, num_ids, value_dim), dtype)
-            for heads, dim, value_heads, value_dim in meta["shapes"]
-        )
+        shapes: list[KVShape] = []
+        sizes = [body, 8 * num_ids]
+        for layers, heads, dim, value_heads, value_dim in meta["shapes"]:
+            like = KVShape((1, heads, num_ids, dim), (1, value_heads, num_ids, value_dim), dtype)
+            shapes += [like] * layers
+            sizes += [codec.num_bytes(like)] * layers
         checksums, start, long_rope = tuple(meta["checksums"]), meta["start"], meta["long_rope"]
-    except BadFileError:
-        raise
     except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise BadFileError(f"not a chunk's file ({type(error).__name__}: {error})") from error
-    sizes = [8 * num_ids, *(codec.num_bytes(like) for like in shapes)]
-    if table != _table(text, digest, sizes) or len(checksums) != len(shapes):
-        raise BadFileError("its table does not fit its shapes")
-    offsets = [body + sizes[0]]
-    for layer_bytes in sizes[1:]:
-        offsets.append(offsets[-1] + layer_bytes)
-    if size != offsets[-1]:
+    offsets = tuple(accumulate(sizes))[1:]
+    if size != offsets[-1] or len(checksums) != len(shapes):
         raise BadFileError(f"{size} bytes instead of {offsets[-1]}")
-    return Header(ids, start, long_rope, shapes, checksums, tuple(offsets))
+    return Header(ids, start, long_rope, tuple(shapes), checksums, offsets)
 
 
 def split_layer(raw: torch.Tensor, codec: Codec, like: KVShape) -> list[torch.Tensor]:
@@ -131,28 +135,25 @@ def checksum_of(raw: torch.Tensor) -> int:
     return zlib.crc32(byte_view(raw))
 
 
-def _table(text: str, digest: str, sizes: list[int]) -> dict[str, Any]:
-    """The safetensors header of ids and layers of these sizes."""
-    table: dict[str, Any] = {"__metadata__": {"kvreuse": text, "digest": digest}}
-    at = 0
-    for index, size in enumerate(sizes):
-        name, dtype, shape = ("ids", "I64", size // 8) if index == 0 else (f"layer.{index - 1:03d}", "U8", size)
-        table[name] = {"dtype": dtype, "shape": [shape], "data_offsets": [at, at + size]}
-        at += size
-    return table
-
-
-def _digest(text: str, ids: torch.Tensor) -> str:
-    return hashlib.sha256(f"{len(text)}:{text}".encode() + bytes(byte_view(ids))).hexdigest()
-
-
-def _bytes_of(parts: list[torch.Tensor]) -> list[memoryview]:
-    return [byte_view(part.detach().cpu().contiguous()) for part in parts]
-
-
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes, writable, not copied."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _table(sizes: list[int]) -> bytes:
+    """The tensors of a safetensors header: ids and layers of these sizes, without the opening brace."""
+    table = {}
+    stops = list(accumulate(sizes))
+    for index, (size, stop) in enumerate(zip(sizes, stops, strict=True)):
+        name, dtype, shape = ("ids", "I64", size // 8) if index == 0 else (f"layer.{index - 1:03d}", "U8", size)
+        table[name] = {"dtype": dtype, "shape": [shape], "data_offsets": [stop - size, stop]}
+    return json.dumps(table, separators=(",", ":"))[1:].encode()
+
+
+def _digest(rest: bytes, ids: bytes | memoryview) -> str:
+    digest = hashlib.sha256(len(rest).to_bytes(8, "little") + rest)
+    digest.update(ids)
+    return digest.hexdigest()
 
 
 def _checksum(parts: list[memoryview]) -> int:
