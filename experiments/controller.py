@@ -28,18 +28,18 @@ CHUNKS = (2, 3, 6, 8)  # of a prompt: 1k, 1.5k, 3k, 4k tokens
 FACTORS = (1.0, 3.0)  # load of the longest prompt beside its recompute at r*
 ERROR, LIMIT = 0.15, 1.10
 NOTES = (
-    "The profile knows random tokens in chunks encoded alone, at other lengths; the prompts are real text behind a "
-    "prefix, with an exact first chunk. Measured: medians over rounds. Devices are this disk, read cold and "
-    "throttled so that loading the longest prompt takes 1 and 3 times its recompute at r*. Auto: the ratio that "
-    "CacheBlend('auto') chose, and its TTFT by the longer of the blend at r* from memory and the load (bytes read "
-    "by the throttle's rate)."
+    "The profile is of random tokens at other lengths, in chunks encoded alone, the recomputed ones spread evenly; "
+    "the prompts are real text behind a prefix, with an exact first chunk. Measured: medians over rounds. Devices "
+    "are this disk, read cold and throttled so that loading the longest prompt takes 1 and 3 times its recompute at "
+    "r*. Auto: the ratio that CacheBlend('auto') chose, and its TTFT by the longer of the blend at r* from memory "
+    "and the load (bytes read by the throttle's rate)."
 )
 
 
 def measure(config: TimedConfig, model: kr.ReuseModel) -> Records:
-    """The profile; then rounds over lengths, devices and ratios."""
+    """The profile, of one round more; then rounds over lengths, devices and ratios."""
     lengths = [n * config.chunk_tokens for n in (2, 4, 8)]
-    settings: dict[str, Any] = {"ratios": RATIOS, "chunk_tokens": config.chunk_tokens, "repeats": config.repeats}
+    settings: dict[str, Any] = {"ratios": RATIOS, "chunk_tokens": config.chunk_tokens, "repeats": config.repeats + 1}
     controller = kr.LoadingController.profile(model, lengths=lengths, **settings)
     prompts = [prompt_of(config, model, n) for n in CHUNKS]
     with scratch_folder() as folder:
