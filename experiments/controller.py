@@ -151,7 +151,13 @@ def draw(results: Results) -> Figure:
         right.plot(autos["tokens"], values, marker, color=colour, markersize=8)
         for (_, row), value in zip(autos.iterrows(), values, strict=True):
             place = (row["tokens"], value)
-            right.annotate(f"r = {row['ratio']:.2f}", place, (6, 4), textcoords="offset points", fontsize=8)
+            right.annotate(
+                f"r = {row['ratio']:.2f}",
+                place,
+                (6, 4 if device == "load 1x" else -11),
+                textcoords="offset points",
+                fontsize=8,
+            )
     ends = [frame["measured, s"].min() * 0.8, frame["measured, s"].max() * 1.25]
     left.plot(ends, ends, color="#777777", linewidth=0.8)
     band = [[e * (1 + sign * ERROR) for e in ends] for sign in (-1, 1)]
