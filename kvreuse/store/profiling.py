@@ -39,7 +39,7 @@ class _Spread(Selector):
     """HKVD's cost, tokens from all over the prompt.
 
     In random tokens the deviation grows from chunk to chunk: what HKVD finds there stands later than in real text, and
-    sees a fifth more keys.
+    sees a fifth more keys. With a constant schedule, for a gradual one drops tokens by their deviation, the early ones.
     """
 
     needs_fresh_kv: ClassVar[bool] = True
@@ -93,7 +93,7 @@ def profile_model(
     fitting = [n for n in lengths if _QUESTION + 2 <= n <= model.max_context]
     if not fitting:
         raise ValueError(f"lengths={tuple(lengths)}: give some of {_QUESTION + 2} to {model.max_context} tokens")
-    blends = [CacheBlend(ratio=r, context="bare", selector=_Spread()) for r in ratios]
+    blends = [CacheBlend(ratio=r, schedule="constant", context="bare", selector=_Spread()) for r in ratios]
     methods: list[ReuseMethod] = [FullRecompute(), FullReuse(context="bare"), *blends]
     store = KVStore("64GiB", kv_dtype=kv_dtype)
     prompts = [_random_prompt(model, n, chunk_tokens) for n in fitting]
