@@ -28,18 +28,18 @@ CHUNKS = (2, 3, 6, 8)  # of a prompt: 1k, 1.5k, 3k, 4k tokens
 FACTORS = (1.0, 3.0)  # load of the longest prompt beside its recompute at r*
 ERROR, LIMIT = 0.15, 1.10
 NOTES = (
-    "The profile knows random tokens in chunks encoded alone, at other lengths; the prompts are real text behind a "
-    "prefix, with an exact first chunk. Measured: medians over rounds. Devices are this disk, read cold and "
-    "throttled so that loading the longest prompt takes 1 and 3 times its recompute at r*. Auto: the ratio that "
-    "CacheBlend('auto') chose, and its TTFT by the longer of the blend at r* from memory and the load (bytes read "
-    "by the throttle's rate)."
+    "The profile is of random tokens at other lengths, in chunks encoded alone, the recomputed ones spread evenly; "
+    "the prompts are real text behind a prefix, with an exact first chunk. Measured: medians over rounds. Devices "
+    "are this disk, read cold and throttled so that loading the longest prompt takes 1 and 3 times its recompute at "
+    "r*. Auto: the ratio that CacheBlend('auto') chose, and its TTFT by the longer of the blend at r* from memory "
+    "and the load (bytes read by the throttle's rate)."
 )
 
 
 def measure(config: TimedConfig, model: kr.ReuseModel) -> Records:
-    """The profile; then rounds over lengths, devices and ratios."""
+    """The profile, of one round more; then rounds over lengths, devices and ratios."""
     lengths = [n * config.chunk_tokens for n in (2, 4, 8)]
-    settings: dict[str, Any] = {"ratios": RATIOS, "chunk_tokens": config.chunk_tokens, "repeats": config.repeats}
+    settings: dict[str, Any] = {"ratios": RATIOS, "chunk_tokens": config.chunk_tokens, "repeats": config.repeats + 1}
     controller = kr.LoadingController.profile(model, lengths=lengths, **settings)
     prompts = [prompt_of(config, model, n) for n in CHUNKS]
     with scratch_folder() as folder:
@@ -136,7 +136,7 @@ def _against(records: pd.DataFrame, auto: pd.Series, measured: float) -> float:
 def draw(results: Results) -> Figure:
     """Left: predicted against measured. Right: what auto costs."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     frame, _ = tabulate(results)
     devices = {"memory": ("#000000", "s"), "load 1x": (STYLES["CacheBlend"][0], "o"), "load 3x": ("#D55E00", "^")}
@@ -144,14 +144,20 @@ def draw(results: Results) -> Figure:
     left, right = figure.subplots(1, 2)
     for device, (colour, marker) in devices.items():
         rows = frame[frame["device"] == device]
-        label = "in memory" if device == "memory" else f"throttled disk, {device} recompute at 4k tokens"
+        label = "in memory" if device == "memory" else f"disk throttled: {device} recompute (longest prompt)"
         left.plot(rows["measured, s"], rows["predicted, s"], marker, color=colour, fillstyle="none", label=label)
         autos = rows[rows["asked"] == "auto"]
         values = [float(v) for v in autos["by max(r* blend, load)"]]
         right.plot(autos["tokens"], values, marker, color=colour, markersize=8)
         for (_, row), value in zip(autos.iterrows(), values, strict=True):
             place = (row["tokens"], value)
-            right.annotate(f"r = {row['ratio']:.2f}", place, (6, 4), textcoords="offset points", fontsize=8)
+            right.annotate(
+                f"r = {row['ratio']:.2f}",
+                place,
+                (6, 4 if device == "load 1x" else -11),
+                textcoords="offset points",
+                fontsize=8,
+            )
     ends = [frame["measured, s"].min() * 0.8, frame["measured, s"].max() * 1.25]
     left.plot(ends, ends, color="#777777", linewidth=0.8)
     band = [[e * (1 + sign * ERROR) for e in ends] for sign in (-1, 1)]
@@ -159,7 +165,9 @@ def draw(results: Results) -> Figure:
     left.set_xscale("log")
     left.set_yscale("log")
     for axis in (left.xaxis, left.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     left.set_xlabel("measured TTFT (s, log scale)")
     left.set_ylabel("predicted TTFT (s, log scale)")
     left.set_title("ratios 0.05 to 0.5 and auto's", fontsize=10)
@@ -175,7 +183,7 @@ def draw(results: Results) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     h, model = results.header, profile_of(results).model
     figure.suptitle(f"{h['model']}: the loading controller ({model.device}, threads: {model.threads})", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

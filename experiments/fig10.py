@@ -82,12 +82,11 @@ def draw(results: Results) -> Figure:
     (length,) = c.model.lengths
     figure = Figure(figsize=(10.5, 5.0), layout="constrained")
     left, right = figure.subplots(1, 2)
-    ratios = [i / 50 for i in range(51)]
+    ratios = [i / 50 for i in range(1, 51)]
     dark = STYLES["CacheBlend"][0]
     for formula, style in zip(FORMULAS, ("--", "-"), strict=True):
-        grid = ratios if formula == "paper" else [r for r in ratios if r > 0]
-        times = [c.T_recompute(r, length, formula=formula) for r in grid]
-        left.plot(grid, times, color=dark, linestyle=style, label=f"recompute, {_NAMES[formula]}")
+        times = [c.T_recompute(r, length, formula=formula) for r in ratios]
+        left.plot(ratios, times, color=dark, linestyle=style, label=f"recompute, {_NAMES[formula]}")
     points = [c.model.blend_s[i][0] for i in range(len(c.model.ratios))]
     left.plot(c.model.ratios, points, "o", color=dark, markersize=5)
     for d, colour in zip(c.devices, COLOURS, strict=True):
@@ -104,7 +103,7 @@ def draw(results: Results) -> Figure:
         right.axhline(c.T_recompute(c.min_ratio, length, formula=formula), color=dark, linestyle=style)
     right.set_xscale("log")
     right.set_xlabel("price ($ per GB and month, log scale)")
-    right.set_title("(b) which device hides its load at r* = 0.15: those below the line", fontsize=10)
+    right.set_title("(b) a device below a line hides its load at r* = 0.15", fontsize=10)
     for axes in (left, right):
         axes.set_yscale("log")
         axes.set_ylabel("delay (s, log scale)")
@@ -113,7 +112,7 @@ def draw(results: Results) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.08)
     h = results.header
-    figure.suptitle(f"{h['model']}: recompute and load delay of {length} tokens ({h['device']}, {h['threads']} thread)")
+    figure.suptitle(f"{h['model']}: recompute and load delay, {length} tokens ({h['device']}, threads: {h['threads']})")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 

@@ -52,7 +52,7 @@ def draw(tables: list[Table], paper: bool) -> Figure:
     panels[0][0].set_ylabel(f"{table.metric} (higher is better)")
     panels[1][0].set_ylabel("KL to full recompute\n(nats/token, lower is better)")
     for row in panels:
-        top = row[0].get_ylim()[1]
+        top = max(row[0].get_ylim()[1], 0.01)  # a point at zero is drawn whole
         row[0].set_ylim(-0.03 * top, top)
     h = table.header
     figure.suptitle(
