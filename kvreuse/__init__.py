@@ -37,7 +37,7 @@ from kvreuse.methods import (
 )
 from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
-from kvreuse.results import Answer, Prefill, Trace
+from kvreuse.results import Answer, BatchPrefill, Prefill, Trace
 from kvreuse.store import KVStore, StorageDevice
 from kvreuse.store.controller import LoadingController
 
@@ -47,6 +47,7 @@ __all__ = [
     "HKVD",
     "Answer",
     "AttendedDeviation",
+    "BatchPrefill",
     "CacheBlend",
     "ChunkEncoder",
     "ChunkKV",
