@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import sys
 
+from experiments.controller import CONTROLLER
+from experiments.fig02 import FIG02
+from experiments.fig03 import FIG03
+from experiments.fig04 import FIG04
+from experiments.fig06 import FIG06
+from experiments.fig07 import FIG07
+from experiments.fig08 import FIG08
+from experiments.fig10 import FIG10
 from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
+from experiments.fig15a import FIG15A
+from experiments.fig15b import FIG15B
+from experiments.fig16 import FIG16
+from experiments.fig17 import FIG17
 from experiments.options import app_for
+from experiments.pipelining import PIPELINING
 from experiments.selectors import SELECTORS
+from experiments.selectors_thin import SELECTORS_THIN
+from experiments.timed import timed_app
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (FIG12, FIG13, SELECTORS)}
+_ALL = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG12, FIG13, FIG15A, FIG15B, FIG16, FIG17, SELECTORS, SELECTORS_THIN)
+EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
+TIMED = {experiment.name: experiment for experiment in (FIG10, PIPELINING, CONTROLLER)}
 
 
 def listing() -> str:
-    """Every figure with what it shows."""
-    lines = [f"  python -m experiments.{name}  {experiment.shows}" for name, experiment in EXPERIMENTS.items()]
-    return "\n".join(
-        [*lines, "  python -m experiments all     all of them; options go to each (--smoke, --limit, ...)"]
-    )
+    """Every figure with what it shows, where in the paper it is, and what a run on the demo model takes."""
+    every = sorted((EXPERIMENTS | TIMED).items(), key=lambda item: (not item[0].startswith("fig"), item[0]))
+    rows = [(f"python -m experiments.{name}", experiment.about) for name, experiment in every]
+    rows.append(("python -m experiments all", "all of them; options go to each (--smoke, --limit, ...)"))
+    width = max(len(command) for command, _ in rows)
+    return "\n".join(f"  {command:{width}}  {about}" for command, about in rows)
 
 
 def main(arguments: list[str]) -> int:
@@ -26,13 +44,14 @@ def main(arguments: list[str]) -> int:
         print(listing())
         return 0
     name, *rest = arguments
-    if name != "all" and name not in EXPERIMENTS:
+    apps = {n: app_for(e) for n, e in EXPERIMENTS.items()} | {n: timed_app(e) for n, e in TIMED.items()}
+    if name != "all" and name not in apps:
         print(f"error: there is no experiment {name!r}; these there are:\n{listing()}", file=sys.stderr)
         return 2
     status = 0
-    for experiment in EXPERIMENTS.values() if name == "all" else [EXPERIMENTS[name]]:
+    for figure in apps if name == "all" else [name]:
         try:
-            app_for(experiment)(rest, prog_name=f"python -m experiments.{experiment.name}")
+            apps[figure](rest, prog_name=f"python -m experiments.{figure}")
         except SystemExit as ended:  # each command ends with its own status; the next one runs all the same
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, get_args
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 from experiments.dataset_types import seeded_order
 from experiments.datasets import Case, Dataset, paragraph_chunks
 from kvreuse.model import ReuseModel
 
-ContextMode = Literal["auto", "paragraphs", "retrieve"]
+if TYPE_CHECKING:
+    from kvreuse.retrieval import Embedder
+
+ContextMode = Literal["auto", "paragraphs", "retrieve", "retrieve-own", "given"]
 Chunker = Callable[[Case], list[str]]
 
 
@@ -17,7 +21,8 @@ def resolve_context(dataset: Dataset, mode: str) -> str:
     """The mode that is used, as the header names it.
 
     ``auto`` takes paragraphs where the dataset marks the gold ones and retrieves elsewhere. SAMSum's chunks are its
-    few-shot groups and MultiNews's the first pieces of its texts, whatever the mode.
+    few-shot groups and MultiNews's the first pieces of its texts, whatever the mode. ``retrieve-own`` searches the
+    case's own texts only (CacheBlend, 3.2); ``given`` takes its texts in their order.
     """
     if mode not in get_args(ContextMode):
         raise ValueError(f"context={mode!r}: choose one of {', '.join(get_args(ContextMode))}")
@@ -41,11 +46,13 @@ def make_chunker(
     """
     if context == "paragraphs":
         return lambda case: paragraph_chunks(case, num_chunks, seed)
-    if context == "few-shot groups":
+    if context in ("few-shot groups", "given"):
         return lambda case: [case.chunk_text(document) for document in case.documents[:num_chunks]]
     if context == "first pieces":
         return lambda case: _pieces(case, model, chunk_tokens)[:num_chunks]
-    return _retriever(dataset, model, num_chunks, chunk_tokens, seed)
+    if context == "retrieve-own":
+        return lambda case: _retriever([case], model, num_chunks, chunk_tokens, seed)(case)
+    return _retriever(dataset.cases, model, num_chunks, chunk_tokens, seed)
 
 
 def _pieces(case: Case, model: ReuseModel, chunk_tokens: int) -> list[str]:
@@ -55,13 +62,21 @@ def _pieces(case: Case, model: ReuseModel, chunk_tokens: int) -> list[str]:
     return [p for document in case.documents for p in split_text(case.chunk_text(document), model, chunk_tokens)]
 
 
-def _retriever(dataset: Dataset, model: ReuseModel, num_chunks: int, chunk_tokens: int, seed: int) -> Chunker:
-    from kvreuse.retrieval import ChunkIndex, Embedder, split_text
+@functools.cache
+def _embedder() -> Embedder:
+    """Loaded once, for a sweep makes many chunkers."""
+    from kvreuse.retrieval import Embedder
+
+    return Embedder("demo")
+
+
+def _retriever(cases: Sequence[Case], model: ReuseModel, num_chunks: int, chunk_tokens: int, seed: int) -> Chunker:
+    from kvreuse.retrieval import ChunkIndex, split_text
 
     # A case's paragraphs are joined before they are cut: alone, most are far shorter than a chunk.
-    texts = ["\n".join(case.chunk_text(document) for document in case.documents) for case in dataset.cases]
+    texts = ["\n".join(case.chunk_text(document) for document in case.documents) for case in cases]
     pieces = list(dict.fromkeys(piece for text in texts for piece in split_text(text, model, chunk_tokens)))
-    index = ChunkIndex.build(pieces, Embedder("demo"))
+    index = ChunkIndex.build(pieces, _embedder(), progress=len(cases) > 1)
 
     def nearest(case: Case) -> list[str]:
         found = [hit.text for hit in index.search(case.question, num_chunks)]

@@ -11,7 +11,9 @@ from experiments.plotting import quality_against_ttft
 
 FIG13 = Experiment(
     name="fig13",
-    shows="CacheBlend, figure 13: quality against TTFT of CacheBlend, MapReduce and MapRerank, map passes included.",
+    shows="quality against TTFT of CacheBlend, MapReduce and MapRerank, map passes included.",
+    section="CacheBlend 7.2",
+    cost="1 min a case",
     methods=(
         kr.FullRecompute(),
         kr.FullReuse(context="bare"),

@@ -14,6 +14,7 @@ import torch
 
 import kvreuse as kr
 from experiments.datasets import Case
+from experiments.stored import OnDevice
 from kvreuse.metrics import answer_nll, kl_divergence
 
 STORE_BYTES = "64GiB"  # a bound for one case's chunks; it never takes more than they need
@@ -51,13 +52,23 @@ def gold_ids(model: kr.ReuseModel, prompt: kr.RagPrompt, answer: str) -> list[in
 
 
 def method_names(methods: Sequence[kr.ReuseMethod]) -> dict[str, str]:
-    """From a method's repr to a name for tables and plots: label and encoder context; the repr where names collide."""
-    names = {}
+    """From a method's repr to a name for tables and plots: label and encoder context.
+
+    Where that is the same for several, with those settings in which they differ.
+    """
+    groups: dict[tuple[str, str | None], list[kr.ReuseMethod]] = {}
     for method in methods:
-        context = getattr(method, "context", None)
-        names[repr(method)] = f"{method.label} ({context})" if context else method.label
+        groups.setdefault((method.label, getattr(method, "context", None)), []).append(method)
+    names = {}
+    for (label, context), group in groups.items():
+        settings = [vars(method) for method in group]
+        differ = [name for name in settings[0] if len({repr(s.get(name)) for s in settings}) > 1]
+        for method, values in zip(group, settings, strict=True):
+            notes = [context] if context else []
+            notes += [f"{name}={values[name]}" for name in differ if values.get(name) is not None]
+            names[repr(method)] = f"{label} ({', '.join(notes)})" if notes else label
     count = Counter(names.values())
-    return {key: name if count[name] == 1 else key for key, name in names.items()}
+    return {repr(m): names[repr(m)] if count[names[repr(m)]] == 1 else repr(m) for m in methods}
 
 
 def measure_case(
@@ -79,7 +90,7 @@ def measure_case(
     for method in methods:
         kind = method.encoding
         if kind not in stores:
-            stores[kind] = kr.KVStore(STORE_BYTES)
+            stores[kind] = method.open_store() if isinstance(method, OnDevice) else kr.KVStore(STORE_BYTES)
             encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
     first = [m for m in methods if isinstance(m, kr.FullRecompute)]  # its answer is what the others are compared with
     rest = [m for m in methods if m not in first]
@@ -117,8 +128,8 @@ def measure(
 
     ``kl`` is nats per token over the reference's answer (over its first token's place if that answer is empty), ``nll``
     nats per token of the first gold answer. ``recomputed_tokens`` is the mean over layers of the context tokens whose
-    K/V were recomputed, ``cpu_s`` the processor time of the prefill, which other processes on a busy machine change less
-    than the TTFT. What a method does not have is None.
+    K/V were recomputed, ``cpu_s`` the processor time of the prefill, which other processes on a busy machine change
+    less than the TTFT. What a method does not have is None.
     """
     record: dict[str, Any] = {
         "case_id": m.case.case_id,

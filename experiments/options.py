@@ -5,91 +5,23 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import kvreuse as kr
 from experiments.datasets import DATASET_NAMES
+from experiments.experiment import PRESETS, AnyTable, Experiment, configurations, preset_named
 from experiments.results import Results, find_results, read_results
 from experiments.runner import RunConfig, load_model, run, say
-from experiments.tables import Table, make_table
 
 try:
     import typer
 except ImportError:
     sys.exit("the experiments' command line needs typer: pip install 'kvreuse[experiments]'")
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """One figure: its name, what it shows, the methods it runs, and how its tables are drawn.
-
-    ``report`` writes one dataset's table as Markdown in place of the usual columns.
-    """
-
-    name: str
-    shows: str
-    methods: tuple[kr.ReuseMethod, ...]
-    draw: Callable[[list[Table], bool], Figure]
-    datasets: tuple[str, ...] = ("musique", "2wikimqa", "samsum", "multinews")
-    columns: tuple[str, ...] = ()
-    report: Callable[[Table], str] | None = None
-
-
-@dataclass(frozen=True)
-class Preset:
-    """Settings for what the command line leaves open; None leaves it to the figure or `RunConfig`."""
-
-    model: str = "demo"
-    datasets: tuple[str, ...] | None = None
-    limit: int | None = 20
-    context: str = "auto"
-    num_chunks: int = 6
-    chunk_tokens: int = 512
-    max_new_tokens: int | None = None
-    score_tokens: int = 128
-    quantization: str | None = None
-    small: bool = False
-
-
-PRESETS: Mapping[str, Preset] = {
-    "default": Preset(),
-    # Minutes on two CPU cores.
-    "demo": Preset(datasets=("musique", "2wikimqa"), limit=5, max_new_tokens=16),
-    # Section 7.1: six retrieved chunks of 512 tokens. A GPU's work.
-    "paper": Preset(model="mistralai/Mistral-7B-Instruct-v0.2", limit=None, context="retrieve"),
-    "smoke": Preset(limit=2, max_new_tokens=4, score_tokens=8, num_chunks=2, chunk_tokens=128, small=True),
-}
-
-
-def preset_named(name: str) -> Preset:
-    """The preset of that name, or a ValueError that lists them."""
-    if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
-def configurations(experiment: Experiment, preset: Preset, given: Mapping[str, Any]) -> list[RunConfig]:
-    """One configuration per dataset; what was ``given`` on the command line (not None) comes before the preset."""
-    settings = {f.name: getattr(preset, f.name) for f in fields(preset) if f.name != "datasets"}
-    settings |= {name: value for name, value in given.items() if value is not None}
-    datasets = settings.pop("dataset", None)
-    if settings["limit"] == 0:
-        settings["limit"] = None
-    if given.get("data_dir") is not None:
-        settings["small"] = False
-    names = datasets.split(",") if datasets else preset.datasets or experiment.datasets
-    return [
-        RunConfig(figure=experiment.name, dataset=name.strip(), methods=experiment.methods, **settings)
-        for name in names
-    ]
 
 
 def run_experiment(
@@ -116,7 +48,7 @@ def run_experiment(
     if not (plot_only or records):
         try:
             for config in configs:
-                run(config, results, load, force)
+                run(config, results, load, force, experiment.cases, experiment.measure)
         except KeyboardInterrupt:
             stopped = True
             say("stopped: what is done is kept, the same command (without --force) continues it")
@@ -132,8 +64,8 @@ def run_experiment(
     return saved
 
 
-def _table(experiment: Experiment, path: Path, data: Results) -> Table | None:
-    table = make_table(data)
+def _table(experiment: Experiment, path: Path, data: Results) -> AnyTable | None:
+    table = experiment.tabulate(data)
     if table is None:
         say(f"{path}: no complete case yet")
     elif not data.complete:
@@ -141,24 +73,26 @@ def _table(experiment: Experiment, path: Path, data: Results) -> Table | None:
     return table
 
 
-def _save(experiment: Experiment, tables: list[Table], figures: Path, paper: bool) -> list[Path]:
+def _save(experiment: Experiment, tables: list[AnyTable], figures: Path, paper: bool) -> list[Path]:
     figures.mkdir(parents=True, exist_ok=True)
     header = tables[0].header
     small = ["small"] if header["source"] == "small set" else []
-    parts = [experiment.name, Path(header["model"]).name, *(t.dataset for t in tables), *small]
+    parts = [experiment.name, Path(header["model"]).name, *dict.fromkeys(t.dataset for t in tables), *small]
     stem = figures / "-".join([*parts, f"n{max(t.num_cases for t in tables)}"])
     report = experiment.report or (lambda table: table.markdown(experiment.columns))
     texts = [report(table) for table in tables]
     if paper:
         from experiments.paper_values import markdown
 
-        texts.append(markdown())
+        texts.append(markdown(experiment.name))
     print("\n\n".join(table.text(experiment.columns) for table in tables))
     paths = [Path(f"{stem}.{suffix}") for suffix in ("md", "csv", "png")]
     paths[0].write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     import pandas as pd
 
-    pd.concat([table.frame.assign(dataset=table.dataset) for table in tables]).to_csv(paths[1], index=False)
+    swept = [{f"swept_{name}": table.header[name] for name in experiment.swept} for table in tables]
+    frames = [t.frame.assign(dataset=t.dataset, **settings) for t, settings in zip(tables, swept, strict=True)]
+    pd.concat(frames).to_csv(paths[1], index=False)
     experiment.draw(tables, paper).savefig(paths[2], dpi=200)
     print(f"\nall columns  {paths[0]}\n             {paths[1]}\nfigure       {paths[2]}")
     return paths
@@ -208,19 +142,21 @@ def command(experiment: Experiment) -> Callable[..., None]:
             "seed": seed,
         }
         try:
-            configs = configurations(experiment, preset_named("smoke" if smoke else preset), given)
+            name = "smoke" if smoke else preset
+            chosen = replace(experiment, **experiment.smoke) if name == "smoke" else experiment
+            configs = configurations(chosen, preset_named(name), given)
             settings: Any = {"force": force, "plot_only": plot_only, "paper": paper, "records": records or ()}
-            run_experiment(experiment, configs, out, figures, **settings)
+            run_experiment(chosen, configs, out, figures, **settings)
         except KeyboardInterrupt:
             sys.exit(130)
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
-            _fail(error)
+            fail(error)
 
     main.__doc__ = experiment.shows
     return main
 
 
-def _fail(error: Exception) -> NoReturn:
+def fail(error: Exception) -> NoReturn:
     """One line for a wrong argument; KVREUSE_DEBUG=1 shows where it came from."""
     if os.environ.get("KVREUSE_DEBUG"):
         raise error
@@ -230,5 +166,5 @@ def _fail(error: Exception) -> NoReturn:
 def app_for(experiment: Experiment) -> typer.Typer:
     """One figure's command line."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=experiment.shows)(command(experiment))
+    app.command(help=experiment.about)(command(experiment))
     return app

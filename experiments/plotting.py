@@ -17,6 +17,7 @@ DATASET_TITLES = {
     "2wikimqa": "2WikiMultihopQA",
     "samsum": "SAMSum",
     "multinews": "MultiNews",
+    "worldcup": "Two players",
 }
 # Okabe and Ito's colours, told apart by colour-blind readers; the shapes say the same again.
 STYLES: dict[str, tuple[str, str]] = {
@@ -25,6 +26,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "FullReuse": ("#D55E00", "v"),
     "CacheBlend": ("#0072B2", "o"),
     "LegoLink": ("#009E73", "^"),
+    "Funnel": ("#882255", "*"),
     "MapReduce": ("#CC79A7", "P"),
     "MapRerank": ("#56B4E9", "X"),
 }
@@ -52,27 +54,18 @@ def quality_against_ttft(tables: list[Table], paper: bool = False) -> Figure:
         quality.set_ylabel(f"{table.metric} (higher is better)")
         divergence.set_ylabel("KL to full recompute\n(nats/token, lower is better)")
         for axes in (quality, divergence):
-            top = max(axes.get_ylim()[1], 0.01)
-            axes.set_ylim(-0.03 * top, top)  # a point at zero is drawn whole
             axes.margins(x=0.12)
-            axes.grid(True, color="#e4e4e4", linewidth=0.7)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-        _time_axis(divergence)
+            from_zero(axes)
+            tidy(axes)
+        log_axis(divergence, (1.0, 2.0, 3.0, 5.0))
+        divergence.set_xlabel("TTFT (s, log scale)")
     header = tables[0].header
     figure.suptitle(
         f"{header['model']}: quality against time to first token ({header['device']}, {header['dtype']}, "
         f"{header['threads']} thread{'s' if header['threads'] != 1 else ''})",
         fontsize=11,
     )
-    handles: dict[str, Any] = {}
-    for row in panels:
-        for axes in row:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                handles.setdefault(label, handle)
-    handles = dict(sorted(handles.items(), key=lambda item: item[0].startswith("paper")))  # ours first
-    ncols = min(3 if paper else 4, len(handles))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)
+    legend_below(figure, 3 if paper else 4)
     return figure
 
 
@@ -80,7 +73,7 @@ def _points(axes: Axes, frame: pd.DataFrame, name: str) -> None:
     for _, row in frame.iterrows():
         if row[name] != row[name]:  # a method without this measure
             continue
-        color, marker = STYLES.get(str(row["method"]).split("(", 1)[0], OTHER_STYLE)
+        color, marker = style_of(str(row["method"]))
         hollow = row["context"] == "prefix"
         axes.errorbar(
             row["ttft_s"],
@@ -98,17 +91,17 @@ def _points(axes: Axes, frame: pd.DataFrame, name: str) -> None:
         )
 
 
-def _time_axis(axes: Axes) -> None:
+def log_axis(axes: Axes, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
+    """A logarithmic x axis with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=steps))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("TTFT (s, log scale)")
 
 
-def _source(table: Table) -> str:
+def _source(table: Any) -> str:
     """Where the cases are from, without the folder."""
     source = str(table.header["source"])
     return {"data-dir": "real data", "hub": "hub data"}.get(source.split(":")[0], source)
@@ -119,3 +112,56 @@ def _paper_points(axes: Axes, table: Table) -> None:
 
     for label, ttft_s, score, marker in FIG12_MISTRAL.get(table.dataset, ()):
         axes.plot(ttft_s, score, marker, color="#999999", markersize=7, fillstyle="none", label=label)
+
+
+# -- parts of other figures -----------------------------------------------------------------------------------------
+
+
+def new_figure(rows: int, columns: int, **sharing: Any) -> tuple[Figure, Any]:
+    """A figure and its panels [rows, columns]."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.4, 4.1 * columns), 0.9 + 3.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
+
+
+def tidy(axes: Axes) -> None:
+    """A light grid behind the data, no frame above and at the right."""
+    axes.grid(True, color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def from_zero(axes: Axes) -> None:
+    """The y axis from zero, where a point is drawn whole."""
+    top = max(axes.get_ylim()[1], 0.01)
+    axes.set_ylim(-0.03 * top, top)
+
+
+def style_of(method: str) -> tuple[str, str]:
+    """Colour and marker of a method by its repr."""
+    return STYLES.get(method.split("(", 1)[0], OTHER_STYLE)
+
+
+def dataset_title(table: Any) -> str:
+    """Dataset, source and number of cases, for the top of a panel."""
+    title = DATASET_TITLES.get(table.dataset, table.dataset)
+    return f"{title}, {_source(table)}, {table.num_cases} case{'s' if table.num_cases != 1 else ''}"
+
+
+def band(axes: Axes, x: Any, frame: pd.DataFrame, name: str, **style: Any) -> None:
+    """Means over x as a line with their 95% intervals as a band."""
+    values = frame[[name, f"{name}_low", f"{name}_high"]].astype(float)
+    axes.plot(x, values[name], **({"markersize": 5, "linewidth": 1.5} | style))
+    axes.fill_between(x, values[f"{name}_low"], values[f"{name}_high"], color=style["color"], alpha=0.15, linewidth=0)
+
+
+def legend_below(figure: Figure, ncols: int = 4) -> None:
+    """One legend for all panels, under them."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    handles = dict(sorted(handles.items(), key=lambda item: item[0].startswith("paper")))  # ours first
+    ncols = min(ncols, len(handles))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +20,9 @@ from experiments.environment import COMMIT, command_line, processor, versions
 from experiments.measure import Measurement, gold_ids, measure_case, method_names
 from experiments.results import RecordWriter, partial_path, read_results
 
+# (methods, model, measurement, case number, repeats, warm) -> the case's records, one per method, as they come
+Measure = Callable[[Sequence[kr.ReuseMethod], kr.ReuseModel, Measurement, int, int, bool], Iterable[dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -32,7 +35,7 @@ class RunConfig:
         methods: in the order of the table; `FullRecompute` first, as the reference of KL divergence.
         limit: at most this many cases.
         small: take the project's own small set whatever else is there.
-        context: ``auto``, ``paragraphs`` or ``retrieve`` (`experiments.contexts`).
+        context: ``auto``, ``paragraphs``, ``retrieve``, ... (`experiments.contexts`).
         num_chunks, chunk_tokens: chunks of a prompt, and a piece's most tokens where texts are cut.
         max_new_tokens: of an answer; the task's own limit if None.
         score_tokens: KL divergence and likelihood are taken over at most this many tokens of an answer.
@@ -83,6 +86,7 @@ def run(
     load: Callable[[], kr.ReuseModel] | None = None,
     force: bool = False,
     dataset: Dataset | None = None,
+    measure: Measure = measure_case,
 ) -> Path:
     """Run what is missing of ``config`` and return its results file.
 
@@ -93,6 +97,7 @@ def run(
         load: gives the model; `kr.load_model` with the configuration's settings if None.
         force: run everything again.
         dataset: cases of your own, under a name of their own; those of ``config.dataset`` if None.
+        measure: what is recorded of a case.
     """
     path = folder / config.file_name
     if path.is_file() and not force:
@@ -110,7 +115,7 @@ def run(
     with RecordWriter(path, header, [repr(m) for m in config.methods], force) as writer:
         if resumable:
             say(f"{config.dataset}: continuing, {len(writer.done)} of {len(dataset.cases)} cases are there")
-        _run_cases(config, dataset, model, chunker, writer)
+        _run_cases(config, dataset, model, chunker, writer, measure)
         return writer.finish()
 
 
@@ -136,6 +141,7 @@ def _run_cases(
     model: kr.ReuseModel,
     chunker: Callable[[Case], list[str]],
     writer: RecordWriter,
+    measure: Measure,
 ) -> None:
     from tqdm import tqdm
 
@@ -152,7 +158,7 @@ def _run_cases(
                 writer.write({"case_id": case.case_id, "skipped": reason})
             else:
                 # A run's first case may not fail: what breaks there breaks everywhere.
-                done = _record_case(config, model, measurement, writer, number, warm, may_fail=tried > 0)
+                done = _record_case(config, model, measurement, writer, measure, number, warm, tried > 0)
                 failed, warm, tried = failed + (not done), warm or done, tried + 1
             bar.update()
     if skipped:
@@ -178,6 +184,7 @@ def _record_case(
     model: kr.ReuseModel,
     measurement: Measurement,
     writer: RecordWriter,
+    measure: Measure,
     number: int,
     warm: bool,
     may_fail: bool,
@@ -185,7 +192,7 @@ def _record_case(
     """Write one case's records as they come; False if it failed."""
     missing = {repr(m): None for m in config.methods}
     try:
-        for record in measure_case(config.methods, model, measurement, number, config.repeats, warm):
+        for record in measure(config.methods, model, measurement, number, config.repeats, warm):
             writer.write(record)
             del missing[record["method"]]
     except Exception as error:  # out of memory on one long prompt, say, must not end an hour's run
@@ -206,6 +213,8 @@ def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: 
         "num_cases": len(dataset.cases),
         "metric": dataset.task.metric,
         "context": context,
+        "num_chunks": config.num_chunks,
+        "chunk_tokens": config.chunk_tokens,
         "max_new_tokens": config.max_new_tokens or dataset.task.max_new_tokens,
         "score_tokens": config.score_tokens,
         "methods": [

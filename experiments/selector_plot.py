@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experiments.plotting import DATASET_TITLES
-from experiments.selector_report import summary
+from experiments.selector_report import summary, time_column
 from experiments.tables import Table
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STYLES: dict[str, tuple[str, str]] = {
     "FullReuse": ("#D55E00", "v"),
     "HKVD K+V, gradual": ("#0072B2", "o"),
-    "CacheBlend, ratio 0.15": ("#0072B2", "*"),
+    "CacheBlend": ("#0072B2", "P"),
     "HKVD K+V, constant": ("#0072B2", "p"),
     "HKVD V, constant": ("#0072B2", "s"),
     "HKVD K, gradual": ("#0072B2", "d"),
@@ -28,9 +28,16 @@ _STYLES: dict[str, tuple[str, str]] = {
     "Random": ("#999999", "x"),
     "Windows": ("#999999", "+"),
     "Oracle deviation": ("#000000", "1"),
+    "Funnel": ("#882255", "*"),
+    "Funnel 1.8, attended": ("#882255", "h"),
+    "Funnel 1.8, by deviation": ("#882255", "8"),
 }
-_OTHER = (("#E69F00", "P"), ("#B8860B", "h"), ("#7A5C00", "H"), ("#C8A951", "8"))  # our own rules
+_OTHER = (("#E69F00", "D"), ("#B8860B", "p"), ("#7A5C00", "H"))  # rules of your own
 _CONTEXTS = {"prefix": "none", "bos": "left", "bare": "full"}  # fill style, by encoder
+_TIME = {
+    "ttft_s": "measured TTFT, s (median)",
+    "cpu_s": "measured TTFT, s of processor time (median; one thread)",
+}
 _NO_TTFT = ("Oracle deviation",)  # its time includes a full prefill: the point stands at no time anyone would see
 
 
@@ -54,7 +61,7 @@ def quality_against_ttft(tables: list[Table]) -> Figure:
         _panel(panels[1][column], frame, "kl", handles, best=min)
         panels[0][column].set_ylabel("share of full reuse's KL removed\n(prefix-encoded chunks; higher is better)")
         panels[1][column].set_ylabel("KL to full recompute, nats/token\n(all encoders; lower is better)")
-        panels[1][column].set_xlabel("measured TTFT, s (median)")
+        panels[1][column].set_xlabel(_TIME[time_column(table)])
     header = tables[0].header
     threads = f"{header['threads']} thread{'s' if header['threads'] != 1 else ''}"
     figure.suptitle(f"{header['model']}: selection rules at equal budget ({header['device']}, {threads})", fontsize=12)
@@ -73,17 +80,17 @@ def quality_against_ttft(tables: list[Table]) -> Figure:
 
 def _panel(axes: Axes, frame: pd.DataFrame, name: str, handles: dict[str, Any], best: Any) -> None:
     others = [r for r in dict.fromkeys(frame["rule"]) if r not in _STYLES]
-    styles = _STYLES | dict(zip(others, _OTHER * len(others), strict=False))
+    styles = {**_STYLES, **dict(zip(others, _OTHER * len(others), strict=False))}
     for (rule, context), part in frame.groupby(["rule", "context"], sort=False):
         color, marker = styles[str(rule)]
-        part = part.sort_values("ttft_s")
+        part = part.sort_values("time_s")
         if len(part) > 1:
-            axes.plot(part["ttft_s"], part[name], color=color, linewidth=0.9, alpha=0.55, zorder=1)
+            axes.plot(part["time_s"], part[name], color=color, linewidth=0.9, alpha=0.55, zorder=1)
         for _, row in part.iterrows():
             low, high = row[f"{name}_low"], row[f"{name}_high"]
-            axes.vlines(row["ttft_s"], low, high, color=color, linewidth=0.8, alpha=0.35, zorder=1)
+            axes.vlines(row["time_s"], low, high, color=color, linewidth=0.8, alpha=0.35, zorder=1)
             (point,) = axes.plot(
-                row["ttft_s"],
+                row["time_s"],
                 row[name],
                 marker,
                 color=color,
@@ -98,7 +105,7 @@ def _panel(axes: Axes, frame: pd.DataFrame, name: str, handles: dict[str, Any], 
             if row["nominal"] == row["nominal"] and row["nominal"] is not None and len(part) > 1:
                 axes.annotate(
                     f"{row['nominal']:.0%}",
-                    (row["ttft_s"], row[name]),
+                    (row["time_s"], row[name]),
                     textcoords="offset points",
                     xytext=(5, 5),
                     fontsize=7.5,
@@ -106,7 +113,7 @@ def _panel(axes: Axes, frame: pd.DataFrame, name: str, handles: dict[str, Any], 
                     zorder=4,
                 )
     front = pareto(frame, name, best)
-    (line,) = axes.step(front["ttft_s"], front[name], where="post", color="#555555", linewidth=3.5, alpha=0.3, zorder=0)
+    (line,) = axes.step(front["time_s"], front[name], where="post", color="#555555", linewidth=3.5, alpha=0.3, zorder=0)
     handles.setdefault("Pareto front", line)
     axes.grid(True, color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -117,7 +124,7 @@ def pareto(frame: pd.DataFrame, name: str, best: Any) -> pd.DataFrame:
     """The rows that no other row beats in both time and ``name`` (``best``: max or min), by rising time."""
     kept: list[int] = []
     so_far: float | None = None
-    for index, row in frame.sort_values("ttft_s").iterrows():
+    for index, row in frame.sort_values("time_s").iterrows():
         if so_far is None or best(so_far, row[name]) != so_far:
             kept.append(index)
             so_far = row[name]
@@ -127,17 +134,9 @@ def pareto(frame: pd.DataFrame, name: str, best: Any) -> pd.DataFrame:
 def _fill_handles(contexts: set[str | None]) -> dict[str, Any]:
     from matplotlib.lines import Line2D
 
+    look: dict[str, Any] = {"color": "#444444", "marker": "o", "linestyle": "none", "markersize": 8}
     return {
-        f"chunks encoded {context}": Line2D(
-            [],
-            [],
-            color="#444444",
-            marker="o",
-            linestyle="none",
-            fillstyle=fill,
-            markerfacecoloralt="white",
-            markersize=8,
-        )
+        f"chunks encoded {context}": Line2D([], [], fillstyle=fill, markerfacecoloralt="white", **look)
         for context, fill in _CONTEXTS.items()
         if context in contexts
     }

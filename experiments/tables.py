@@ -71,13 +71,14 @@ class Table:
         """The main columns for a terminal."""
         header = self.header
         title = f"{header['figure']}: {self.dataset}, {header['model']}, {self.num_cases} cases from {header['source']}"
+        title += f", {self.frame['prompt_tokens'].iloc[0]:.0f} tokens in {self.frame['num_chunks'].iloc[0]:.1f} chunks"
         return "\n".join([title, *aligned_lines(self._cells(("score", "kl", "gap_same", "speedup"), stages))])
 
     def _cells(self, names: Sequence[str], stages: Sequence[str]) -> list[list[str]]:
         headings = [INTERVALS[name].format(metric=self.metric) for name in names]
         rows = [["method", *headings, "TTFT, s (quartiles)", *(STAGES[s] for s in stages)]]
         for _, row in self.frame.iterrows():
-            cells = [_cell(row, name, percent=name == "share") for name in names]
+            cells = [interval_cell(row, name, percent=name == "share") for name in names]
             ttft = f"{row['ttft_s']:.3f} ({row['ttft_q25']:.3f}-{row['ttft_q75']:.3f})"
             rows.append([str(row["label"]), *cells, ttft, *(_number(row[s]) for s in stages)])
         return rows
@@ -176,7 +177,7 @@ def _values(part: pd.DataFrame, column: str) -> list[float]:
     return [] if values.isna().any() else values.tolist()
 
 
-def _cell(row: pd.Series, name: str, percent: bool) -> str:
+def interval_cell(row: pd.Series, name: str, percent: bool) -> str:
     values = [float(row[n]) for n in (name, f"{name}_low", f"{name}_high")]
     if math.isnan(values[0]):
         return "-"

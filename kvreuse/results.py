@@ -44,8 +44,9 @@ class Trace:
     was waited for; ``read_s`` is how long the readers took, hidden or not. ``encode_s`` (chunks computed for next time)
     and ``promote_s`` (read from disk, kept in memory) come after the first token.
     ``hits`` / ``misses``: chunks found in the store or not. ``num_exact``: context tokens whose K/V are exact.
-    ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator.
-    ``read_bytes``: bytes read from disk. ``ratio``: the recompute ratio, whoever chose it; None where none counts.
+    ``num_reused``: context tokens whose stored K/V are approximate, the recompute ratio's denominator;
+    ``reused`` has their positions. ``read_bytes``: bytes read from disk.
+    ``ratio``: the recompute ratio, whoever chose it; None where none counts.
     ``num_forced``: tokens that run on every layer (the question, and what the store missed). ``num_checked``: reused
     tokens of which the check layer computed K/V and no more.
     """
@@ -60,6 +61,7 @@ class Trace:
     ratio: float | None = None
     num_forced: int = 0
     num_checked: int = 0
+    reused: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
 
     @property
     def budget(self) -> float:
@@ -165,4 +167,4 @@ def full_prefill(model: ReuseModel, prompt: RagPrompt, timer: StageTimer) -> Pre
     logits, cache = model.prefill(prompt.input_ids)
     timer.mark("recompute_s")
     trace = Trace([torch.arange(prompt.num_tokens)] * model.num_layers, timer.stages)
-    return Prefill(logits, cache, trace, prompt)
+    return model.prefilled(Prefill(logits, cache, trace, prompt))

@@ -227,7 +227,7 @@ def test_a_damaged_entry_is_a_miss_of_every_row_that_has_it(model, tmp_path):
     data = bytearray(file.read_bytes())
     data[-20] ^= 255  # in the last layer: found when the pass is nearly done
     file.write_bytes(data)
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="is damaged"):
         batch = method.prefill(model, prompts, store)
     assert [t.misses for t in batch.traces] == [1, 1]
     for i, prompt in enumerate(prompts):
@@ -283,6 +283,12 @@ def test_bad_batches(model):
         kr.PrefixCaching().prefill(model, PROMPTS, store)
     with pytest.raises(kr.PromptTooLongError):
         method.prefill(model, [PROMPTS[0], rag_prompt(chunks=(200, 80))], store)
+
+    with model.record(kr.SelectedTokens()), pytest.raises(ValueError, match="one prompt at a time"):
+        method.prefill(model, PROMPTS, store)
+    with model.record(kr.SelectedTokens()) as recording:
+        method.prefill(model, PROMPTS[:1], store)
+    assert recording.selected_tokens.shape == (model.num_layers, PROMPTS[0].num_tokens)
 
     @dataclass(frozen=True)
     class Mixed(kr.CacheBlend):

@@ -6,12 +6,10 @@ import shutil
 
 import pandas as pd
 import pytest
-from tiny import hf_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny import WORDS, word_model
 
 import kvreuse as kr
-from experiments.__main__ import EXPERIMENTS, main
+from experiments.__main__ import EXPERIMENTS, TIMED, main
 from experiments.contexts import make_chunker, resolve_context
 from experiments.datasets import TASKS, Case, Dataset, Document
 from experiments.measure import gold_ids, method_names
@@ -20,7 +18,6 @@ from experiments.results import Results, partial_path, read_results
 from experiments.runner import RunConfig, run
 from experiments.tables import make_table
 
-WORDS = [f"word{i}" for i in range(100)]
 METHODS = (
     kr.FullRecompute(),
     kr.PrefixCaching(insert=False),
@@ -54,13 +51,7 @@ def _quick_collections():
 
 @pytest.fixture(scope="module")
 def model():
-    vocabulary = {"[UNK]": 0, "<s>": 1, "</s>": 2} | {word: i for i, word in enumerate(WORDS, 3)}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="[UNK]", bos_token="<s>", eos_token="</s>", pad_token="[UNK]"
-    )
-    return kr.ReuseModel(hf_model("llama", max_position_embeddings=4096), tokenizer, name="tiny")
+    return word_model()
 
 
 def config(**settings):
@@ -172,7 +163,13 @@ def test_names_tell_methods_apart():
     names = method_names([kr.FullRecompute(), kr.FullReuse(context="bare"), kr.CacheBlend(), kr.CacheBlend(ratio=0.3)])
     labels = list(names.values())
     assert labels[:2] == ["FullRecompute", "FullReuse (bare)"]
-    assert labels[2:] == [repr(kr.CacheBlend()), repr(kr.CacheBlend(ratio=0.3))]
+    assert labels[2:] == ["CacheBlend (prefix, ratio=0.15)", "CacheBlend (prefix, ratio=0.3)"]
+    names = method_names([kr.CacheBlend(), kr.CacheBlend(selector=kr.RandomTokens()), kr.CacheBlend(context="bare")])
+    assert list(names.values()) == [
+        "CacheBlend (prefix)",
+        "CacheBlend (prefix, selector=RandomTokens(seed=0))",
+        "CacheBlend (bare)",
+    ]
 
 
 # -- resume ---------------------------------------------------------------------------------------------------------
@@ -408,19 +405,23 @@ def model_folder(tmp_path_factory, model):
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory, model_folder):
-    """One smoke run of both figures on one small set; the arguments that made it and its folder."""
+    """One smoke run of figures 12 and 13 and of the timed ones on one small set: the arguments, and its folder."""
     folder = tmp_path_factory.mktemp("smoke")
     places = ["--out", str(folder / "results"), "--figures", str(folder / "figures")]
     arguments = ["--smoke", "--model", str(model_folder), "--dataset", "musique", "--threads", "1", *places]
-    assert main(["all", *arguments]) == 0
+    with pytest.MonkeyPatch.context() as patch:  # the other figures: tests/test_figures.py
+        patch.setattr("experiments.__main__.EXPERIMENTS", {name: EXPERIMENTS[name] for name in ("fig12", "fig13")})
+        assert main(["all", *arguments]) == 0
     return arguments, folder
 
 
 def test_smoke_writes_records_tables_and_pictures(smoke):
     _, folder = smoke
     names = {p.name for p in (folder / "figures").iterdir()}
-    for figure in EXPERIMENTS:
+    for figure in ("fig12", "fig13"):
         assert {f"{figure}-toy-llama-musique-small-n2.{suffix}" for suffix in ("md", "csv", "png")} <= names
+    for figure in TIMED:
+        assert {f"{figure}-toy-llama.{suffix}" for suffix in ("md", "csv", "png")} <= names
     frame = pd.read_csv(folder / "figures" / "fig12-toy-llama-musique-small-n2.csv")
     assert len(frame) == 8
     assert frame["cases"].tolist() == [2] * 8
@@ -440,6 +441,58 @@ def test_plot_only_needs_no_model(smoke, model_folder, capsys):
     assert "MapRerank" in out
     assert "map decode (s)" in out
     assert "Mistral-7B" in picture.with_suffix(".md").read_text()
+
+
+def test_figure_17_gives_one_answer_wherever_the_kv_lie(smoke):
+    _, folder = smoke
+    (path,) = (folder / "results").glob("fig17-*.jsonl")
+    records = read_results(path).records
+    answers, places = {}, {}
+    for record in records:
+        method, _, place = record["method"].partition(" on ")
+        answers.setdefault((record["case_id"], method), set()).add((record["answer"], record["kl"]))
+        places.setdefault(method, set()).add(place)
+    assert all(len(found) == 1 for found in answers.values())
+    devices = {"memory", "this disk, cold", "4 Gbps, throttled", "1 Gbps, throttled", "0.15 Gbps, throttled"}
+    assert places.pop("FullRecompute()") == {""}
+    assert all(found == devices for found in places.values())
+    assert all(r["hits"] for r in records if not r["method"].startswith("FullRecompute"))
+
+
+@pytest.mark.parametrize("figure", TIMED)
+def test_timed_figures_are_drawn_without_a_model(figure, smoke, model_folder, capsys):
+    arguments, folder = smoke
+    picture = folder / "figures" / f"{figure}-toy-llama.png"
+    picture.unlink()
+    hidden = model_folder.rename(model_folder.with_name("hidden"))
+    try:
+        assert main([figure, "--plot-only", *arguments]) == 0
+    finally:
+        hidden.rename(model_folder)
+    assert picture.stat().st_size > 10_000
+    assert "throttle" in capsys.readouterr().out  # what was braked says so
+
+
+@pytest.mark.parametrize("figure", TIMED)
+def test_a_timed_figure_that_is_complete_is_kept(figure, smoke, capsys):
+    arguments, folder = smoke
+    (path,) = (folder / "results").glob(f"{figure}-*.jsonl")
+    before = path.read_bytes()
+    assert main([figure, *arguments]) == 0
+    assert path.read_bytes() == before
+    assert "--force" in capsys.readouterr().err
+    assert main([figure, "--plot-only", "--out", str(folder / "empty")]) == 1
+    assert main([figure, "--repeats", "0", "--out", str(folder / "empty")]) == 1
+    assert "repeats=0" in capsys.readouterr().err
+
+
+def test_pipelining_is_compared_within_rounds(smoke):
+    _, folder = smoke
+    frame = pd.read_csv(folder / "figures" / "pipelining-toy-llama.csv")
+    assert frame["load / recompute"].tolist() == [0.3, 1.0, 3.0]
+    # the bucket holds: three times the load takes at least three times as long as recompute was found to take
+    assert (frame["serial TTFT, s"] > frame["load, s"]).all()
+    assert frame["load, s"].is_monotonic_increasing
 
 
 def test_records_are_drawn_whatever_made_them(smoke, tmp_path, capsys):
@@ -473,7 +526,11 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, capsys):
 def test_without_a_name_the_figures_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(f"python -m experiments.{name}" in out and e.shows in out for name, e in EXPERIMENTS.items())
+    assert len(out.splitlines()) == len(EXPERIMENTS) + len(TIMED) + 1
+    for name, experiment in (EXPERIMENTS | TIMED).items():
+        line = next(line for line in out.splitlines() if f"python -m experiments.{name} " in line)
+        assert all(part in line for part in (experiment.shows, experiment.section, experiment.cost))
+        assert all((experiment.shows, experiment.section, experiment.cost))
 
 
 def test_the_command_line_comes_before_the_preset():

@@ -6,7 +6,8 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import kvreuse as kr
 
@@ -101,6 +102,20 @@ def tiny_model(name: str = "llama", **settings: Any) -> kr.ReuseModel:
     """A wrapped tiny model by its name in `ARCHITECTURES`."""
     model_type, differs = ARCHITECTURES[name]
     return kr.ReuseModel(hf_model(model_type, **{**differs, **settings}), name=name)
+
+
+WORDS = [f"word{i}" for i in range(100)]
+
+
+def word_model() -> kr.ReuseModel:
+    """A tiny Llama with a tokenizer of one token a word, for what needs texts."""
+    vocabulary = {"[UNK]": 0, "<s>": 1, "</s>": 2} | {word: i for i, word in enumerate(WORDS, 3)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="[UNK]", bos_token="<s>", eos_token="</s>", pad_token="[UNK]"
+    )
+    return kr.ReuseModel(hf_model("llama", max_position_embeddings=4096), tokenizer, name="tiny")
 
 
 def ids(count: int, seed: int) -> torch.Tensor:

@@ -60,6 +60,8 @@ class Choice:
     def asked(self, model: ReuseModel) -> int:
         """Of how many tokens, the question's last, the attention is learnt."""
         question = self.num_tokens - self.num_context
+        if self.fusor.as_released:
+            return question
         asked = min(self.fusor.question_tokens or question, question)
         # A longrope model would rotate the shorter prompt in another way.
         same = model.long_rope(self.num_context + asked) == model.long_rope(self.num_tokens)
@@ -121,10 +123,9 @@ class Choice:
             scores = self._scores[index]
         else:
             scores = deviation()[torch.isin(rows, self.chosen)]
-            if self.fusor.drop == "attended":
-                scores = scores * attention()[layer - 1, index]
-            elif self.fusor.drop == "ahead":
-                scores = scores * attention()[layer:, index].mean(dim=0)
+            if self.fusor.drop != "deviation":
+                layers = slice(layer - 1, layer) if self.fusor.drop == "attended" else slice(layer, None)
+                scores = scores * attention()[layers, index].mean(dim=0)
         best = torch.topk(scores, count).indices
         self.chosen = self.chosen[best.sort().values]
         return True

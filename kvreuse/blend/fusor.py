@@ -153,6 +153,7 @@ def _blend(
             timer.stages,
             num_exact=choice.num_exact,
             num_reused=choice.positions.numel(),
+            reused=choice.positions,
             num_forced=choice.forced.numel(),
             num_checked=choice.num_checked,
             ratio=None if isinstance(request.fusor.selector, FirstTokens) else request.fusor.ratio,
@@ -166,7 +167,10 @@ def _blend(
         batch = blend.packing.batch
         cache = new_blend_cache([(batch(layer.keys), batch(layer.values)) for layer in cache.layers])
     read = None if loader.read_layers is None else _by_segment(requests, number, loader.read_layers)
-    return BatchPrefill(logits, cache, traces, tuple(r.prompt for r in requests), read_layers=read)
+    result = BatchPrefill(logits, cache, traces, tuple(r.prompt for r in requests), read_layers=read)
+    if len(requests) == 1:
+        model.prefilled(result.row(0))
+    return result
 
 
 def _by_segment(

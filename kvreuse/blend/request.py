@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,9 +15,10 @@ from kvreuse.blend.deviation import Metric, squared_deviation
 from kvreuse.blend.packing import Packing
 from kvreuse.blend.placement import Placement
 from kvreuse.blend.plan import Segment
-from kvreuse.blend.row_pass import Project, RowPass, StopPass
+from kvreuse.blend.row_pass import Project, RowPass
 from kvreuse.blend.schedule import Constant
 from kvreuse.blend.selectors import SelectionView
+from kvreuse.blend.signals import question_attention, true_deviation
 from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
@@ -183,56 +183,15 @@ class Blend:
         return self._question_attention()[b]
 
     def _question_attention(self) -> list[torch.Tensor]:
-        """[L, n] per prompt; one pass of the questions (and what the store missed) over the reused K/V, once.
-
-        Of a longer question the last ``question_tokens`` run, right behind the context. What the pass writes at the
-        question's places is written anew by the next one.
-        """
+        """[L, n] per prompt; asked once in a request."""
         if self._attention is None:
-            asked = [c.asked(self.model) for c in self.choices]
-            lengths = [c.num_context + n for c, n in zip(self.choices, asked, strict=True)]
-            packing = Packing(self.packing.starts, tuple(lengths))
-            seen: list[list[torch.Tensor]] = [[] for _ in self.choices]
-
-            def collect(layer: int, weights: Sequence[torch.Tensor]) -> None:
-                for own, n, at in zip(weights, asked, seen, strict=True):
-                    at.append(own[0, :, -n:].float().mean(dim=(0, 1)).cpu())
-                if layer == self.model.num_layers - 1:
-                    raise StopPass
-
-            stop = packing.num_slots
-            cache = new_blend_cache([(held.keys[:, :, :stop], held.values[:, :, :stop]) for held in self.cache.layers])
-            rows = [
-                torch.cat([c.forced[c.forced < c.num_context], torch.arange(c.num_context, length)])
-                for c, length in zip(self.choices, lengths, strict=True)
-            ]
-            ids = [
-                torch.cat([p.input_ids[: p.num_context], p.input_ids[-n:]])
-                for p, n in zip(self.prompts, asked, strict=True)
-            ]
-            with suppress(StopPass):
-                RowPass(
-                    self.model,
-                    cache,
-                    packing.join(rows),
-                    packing,
-                    trim_last=False,
-                    on_layer_start=self._place_until,
-                    on_attention=collect,
-                ).run(packing.ids(ids))
-            self._attention = [
-                torch.stack(own)[:, choice.positions] for own, choice in zip(seen, self.choices, strict=True)
-            ]
+            self._attention = question_attention(
+                self.model, self.cache, self.packing, self.prompts, self.choices, self._place_until
+            )
         return self._attention
 
     def _true_deviation(self, b: int, metric: Metric) -> torch.Tensor:
-        """[L, n]; against a full prefill."""
+        """[L, n] of prompt ``b``."""
         self.place_all()
-        _, full = self.model.prefill(self.prompts[b].input_ids)
-        out = []
-        for held, true in zip(self.cache.layers, full.layers, strict=True):
-            at = self.choices[b].positions.to(held.keys.device)
-            here = at + self.packing.starts[b]
-            parts = (true.keys[:, :, at], true.values[:, :, at], held.keys[:, :, here], held.values[:, :, here])
-            out.append(squared_deviation(metric, *parts).cpu())
-        return torch.stack(out)
+        ids, start = self.prompts[b].input_ids, self.packing.starts[b]
+        return true_deviation(self.model, self.cache, ids, self.choices[b].positions, metric, start)

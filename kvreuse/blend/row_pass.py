@@ -33,7 +33,7 @@ class FreshKV:
 
 
 # Along which dimension the layer arguments that differ by row list the rows.
-_ROW_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+ROW_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 
 
 class StopPass(Exception):
@@ -187,7 +187,7 @@ class RowPass:
         n = self._first_rows.numel()
         by_row = [isinstance(v, torch.Tensor) and v.dim() > 1 and v.shape[1] == n for v in args[1:]]
         rest = (self._cut_value(v, 1) if cut else v for v, cut in zip(args[1:], by_row, strict=True))
-        named = {name: self._cut_value(kwargs[name], dim) for name, dim in _ROW_DIMS.items() if name in kwargs}
+        named = {name: self._cut_value(kwargs[name], dim) for name, dim in ROW_DIMS.items() if name in kwargs}
         return (args[0], *rest), {**kwargs, **named}
 
     def _cut_value(self, value: Any, dim: int) -> Any:

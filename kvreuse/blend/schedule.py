@@ -55,8 +55,8 @@ class Narrowing:
             raise ValueError(f"power={self.power}: give a number above 0")
         if not 1 <= self.start <= 1 + self.power:
             raise ValueError(
-                f"start={self.start}: give a number from 1 to 1 + power = {1 + self.power:g}; beyond it the last layers "
-                "would have less than no tokens"
+                f"start={self.start}: give a number from 1 to 1 + power = {1 + self.power:g}; beyond it the last "
+                "layers would have less than no tokens"
             )
 
     def ratio(self, ratio: float, step: int, steps: int) -> float:

@@ -94,6 +94,8 @@ def check_batch(model: ReuseModel, prompts: list[RagPrompt]) -> None:
     """Raise for prompts that cannot run in one pass."""
     if not prompts:
         raise ValueError("the list of prompts is empty: a batch has at least one")
+    if model.is_recorded and len(prompts) > 1:
+        raise ValueError(f"{len(prompts)} prompts inside model.record(...): recorders look at one prompt at a time")
     regimes = [model.long_rope(p.num_tokens) for p in prompts]
     if any(regimes) and not all(regimes):
         long, short = (next(i for i, regime in enumerate(regimes) if regime is which) for which in (True, False))

@@ -142,8 +142,8 @@ class DeviceProfile:
     @property
     def label(self) -> str:
         """Name, speed, and whether it was throttled."""
-        how = "throttled to" if self.throttle_bytes_per_s is not None else "measured"
-        return f"{self.name} ({how} {self.bytes_per_s * 8 / 1e9:.3g} Gbps)"
+        how = ["throttled"] * (self.throttle_bytes_per_s is not None)
+        return f"{self.name} ({', '.join([*how, f'measured {self.bytes_per_s * 8 / 1e9:.3g} Gbps'])})"
 
 
 def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:

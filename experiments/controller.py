@@ -1,0 +1,194 @@
+"""The loading controller: TTFT as it predicts it against TTFT as measured, and what ratio="auto" costs.
+
+python -m experiments.controller --model demo --threads 1
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+import kvreuse as kr
+from experiments.plotting import STYLES
+from experiments.profiled import profile_of, profile_record
+from experiments.results import Results
+from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, scratch_folder, timed_app
+from kvreuse.store.profile import DeviceProfile
+from kvreuse.store.profiling import profile_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+RATIOS = (0.05, 0.15, 0.5)
+CHUNKS = (2, 3, 6, 8)  # of a prompt: 1k, 1.5k, 3k, 4k tokens
+FACTORS = (1.0, 3.0)  # load of the longest prompt beside its recompute at r*
+ERROR, LIMIT = 0.15, 1.10
+NOTES = (
+    "The profile knows random tokens in chunks encoded alone, at other lengths; the prompts are real text behind a "
+    "prefix, with an exact first chunk. Measured: medians over rounds. Devices are this disk, read cold and "
+    "throttled so that loading the longest prompt takes 1 and 3 times its recompute at r*. Auto: the ratio that "
+    "CacheBlend('auto') chose, and its TTFT by the longer of the blend at r* from memory and the load (bytes read "
+    "by the throttle's rate)."
+)
+
+
+def measure(config: TimedConfig, model: kr.ReuseModel) -> Records:
+    """The profile; then rounds over lengths, devices and ratios."""
+    lengths = [n * config.chunk_tokens for n in (2, 4, 8)]
+    settings: dict[str, Any] = {"ratios": RATIOS, "chunk_tokens": config.chunk_tokens, "repeats": config.repeats}
+    controller = kr.LoadingController.profile(model, lengths=lengths, **settings)
+    prompts = [prompt_of(config, model, n) for n in CHUNKS]
+    with scratch_folder() as folder:
+        devices = [_device(controller, prompts[-1], factor, folder) for factor in FACTORS]
+        found = [profile_device(model, d, config.repeats, chunk_tokens=config.chunk_tokens) for d in devices]
+        controller = kr.LoadingController(controller.model, tuple(found))
+        yield profile_record(controller)
+        auto = kr.CacheBlend(ratio="auto", controller=controller)
+        memory, *disks = stores = [kr.KVStore("64GiB"), *(kr.KVStore(None, d) for d in devices)]
+        runs: list[tuple[kr.RagPrompt, kr.KVStore, kr.CacheBlend]] = []
+        for prompt in prompts:
+            for store in (memory, disks[0]):  # the disks share a folder
+                kr.CacheBlend().encode(model, prompt, store)
+            runs += [(prompt, store, kr.CacheBlend(ratio=r)) for store in stores[:2] for r in RATIOS]
+            runs += [(prompt, store, auto) for store in disks]
+        for prompt, store, method in runs[: len(runs) // len(prompts)]:
+            method.prefill(model, prompt, store)  # warm-up, on the shortest
+        for number in range(config.repeats):
+            shift = number * len(runs) // config.repeats
+            for prompt, store, method in tqdm(runs[shift:] + runs[:shift], desc=f"round {number}"):
+                yield _record(number, controller, method, store, method.prefill(model, prompt, store))
+
+
+def _device(controller: kr.LoadingController, prompt: kr.RagPrompt, factor: float, folder: Path) -> kr.StorageDevice:
+    """This disk, braked: loading takes ``factor`` times as long as recompute at r*."""
+    one = kr.LoadingController(controller.model, (DeviceProfile("one byte a second", 1.0),))
+    rate = one.T_load(prompt, "one byte a second") / (factor * one.T_recompute(one.min_ratio, prompt))
+    return kr.StorageDevice(folder, name=f"load {factor:g}x", throttle_bytes_per_s=rate, cold=True)
+
+
+def _record(
+    number: int, controller: kr.LoadingController, method: kr.CacheBlend, store: kr.KVStore, result: kr.Prefill
+) -> dict[str, Any]:
+    device = store.devices[0] if store.devices else None
+    rate = device.throttle_bytes_per_s if device else None
+    ratio = result.trace.ratio
+    assert ratio is not None
+    return {
+        "case_id": f"round-{number}",
+        "method": f"{result.prompt.num_tokens} {device.name if device else 'memory'} {method.ratio}",
+        "num_tokens": result.prompt.num_tokens,
+        "device": device.name if device else "memory",
+        "throttle_bytes_per_s": rate,
+        "asked": method.ratio,
+        "ratio": ratio,
+        "ttft_s": result.ttft_s,
+        "predicted_s": controller.predict_ttft(result.prompt, ratio, device),
+        "load_s": result.trace.read_bytes / rate if rate else 0.0,
+        "stages": result.trace.stages,
+    }
+
+
+def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
+    """A row per prompt, device and ratio."""
+    import pandas as pd
+
+    records = pd.DataFrame([r for r in results.records if r["method"] != "profile"])
+    if records.empty:
+        raise ValueError("no run in these records yet: run it again")
+    rows = []
+    for _, runs in records.groupby("method", sort=False):
+        first = runs.iloc[0]
+        measured = float(runs["ttft_s"].median())
+        predicted = float(runs["predicted_s"].median())
+        rows.append(
+            {
+                "tokens": int(first["num_tokens"]),
+                "device": first["device"],
+                "asked": str(first["asked"]),
+                "ratio": float(first["ratio"]),
+                "measured, s": measured,
+                "predicted, s": predicted,
+                "error": f"{predicted / measured - 1:+.1%}",
+                "load, s": float(first["load_s"]),
+                "by max(r* blend, load)": _against(records, first, measured) if first["asked"] == "auto" else "-",
+            }
+        )
+    frame = pd.DataFrame(rows).sort_values(["tokens", "device", "ratio"], kind="stable", ignore_index=True)
+    errors = (frame["predicted, s"] / frame["measured, s"] - 1).abs()
+    autos = [v for v in frame["by max(r* blend, load)"] if isinstance(v, float)]
+    worst = f"Largest error of a prediction: {errors.max():.1%} (median {errors.median():.1%}); wanted: {ERROR:.0%}. "
+    if autos:
+        worst += f"Auto by max(r* blend, load): at most {max(autos):.3f}, wanted: {LIMIT:.2f}."
+    return frame, f"{worst}\n\n{NOTES}"
+
+
+def _against(records: pd.DataFrame, auto: pd.Series, measured: float) -> float:
+    """TTFT of auto by the longer of r* from memory and the load."""
+    same = records[(records["num_tokens"] == auto["num_tokens"]) & (records["device"] == "memory")]
+    blend = statistics.median(same[same["asked"] == 0.15]["ttft_s"])
+    return measured / max(blend, float(auto["load_s"]))
+
+
+def draw(results: Results) -> Figure:
+    """Left: predicted against measured. Right: what auto costs."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    frame, _ = tabulate(results)
+    devices = {"memory": ("#000000", "s"), "load 1x": (STYLES["CacheBlend"][0], "o"), "load 3x": ("#D55E00", "^")}
+    figure = Figure(figsize=(10.5, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for device, (colour, marker) in devices.items():
+        rows = frame[frame["device"] == device]
+        label = "in memory" if device == "memory" else f"throttled disk, {device} recompute at 4k tokens"
+        left.plot(rows["measured, s"], rows["predicted, s"], marker, color=colour, fillstyle="none", label=label)
+        autos = rows[rows["asked"] == "auto"]
+        values = [float(v) for v in autos["by max(r* blend, load)"]]
+        right.plot(autos["tokens"], values, marker, color=colour, markersize=8)
+        for (_, row), value in zip(autos.iterrows(), values, strict=True):
+            place = (row["tokens"], value)
+            right.annotate(f"r = {row['ratio']:.2f}", place, (6, 4), textcoords="offset points", fontsize=8)
+    ends = [frame["measured, s"].min() * 0.8, frame["measured, s"].max() * 1.25]
+    left.plot(ends, ends, color="#777777", linewidth=0.8)
+    band = [[e * (1 + sign * ERROR) for e in ends] for sign in (-1, 1)]
+    left.fill_between(ends, band[0], band[1], color="#bbbbbb", alpha=0.35, linewidth=0, label=f"within {ERROR:.0%}")
+    left.set_xscale("log")
+    left.set_yscale("log")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    left.set_xlabel("measured TTFT (s, log scale)")
+    left.set_ylabel("predicted TTFT (s, log scale)")
+    left.set_title("ratios 0.05 to 0.5 and auto's", fontsize=10)
+    right.axhline(LIMIT, color="#CC79A7", linestyle="--", label=f"limit {LIMIT:.2f}")
+    right.set_ylim(min(0.8, right.get_ylim()[0]), max(1.2, right.get_ylim()[1]))
+    right.margins(x=0.15)
+    right.set_xlabel("prompt (tokens)")
+    right.set_ylabel("TTFT by max(r* blend, load)")
+    right.set_title('ratio="auto": the ratio it chose, and what it cost', fontsize=10)
+    for axes in (left, right):
+        axes.grid(True, color="#e4e4e4", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    h, model = results.header, profile_of(results).model
+    figure.suptitle(f"{h['model']}: the loading controller ({model.device}, threads: {model.threads})", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+CONTROLLER = TimedExperiment(
+    name="controller",
+    shows="the loading controller's predicted TTFT against the measured one; what auto costs.",
+    section="CacheBlend 5",
+    cost="6 minutes",
+    measure=measure,
+    tabulate=tabulate,
+    draw=draw,
+    repeats=2,
+)
+
+if __name__ == "__main__":
+    timed_app(CONTROLLER)()
