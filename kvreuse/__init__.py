@@ -62,7 +62,7 @@ from kvreuse.record import (
     Recording,
     SelectedTokens,
 )
-from kvreuse.results import Answer, Prefill, Trace
+from kvreuse.results import Answer, BatchPrefill, Prefill, Trace
 from kvreuse.store import KVStore, StorageDevice
 from kvreuse.store.controller import LoadingController
 
@@ -78,6 +78,7 @@ __all__ = [
     "AttendedDeviation",
     "AttentionDeviation",
     "AttentionMatrix",
+    "BatchPrefill",
     "BlockPrefixCache",
     "CacheBlend",
     "ChunkEncoder",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from transformers import DynamicCache
 from kvreuse import compat
 from kvreuse.errors import PromptTooLongError, UnsupportedModelError
 from kvreuse.fingerprint import Fingerprint
-from kvreuse.results import Answer, Prefill
+from kvreuse.generation import generate, generate_inputs
+from kvreuse.results import Answer, BatchPrefill, Prefill
 from kvreuse.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -186,51 +187,40 @@ class ReuseModel:
         eos = getattr(self.tokenizer, "eos_token_id", None) if eos is None else eos
         return set() if eos is None else set(eos) if isinstance(eos, list | tuple) else {int(eos)}
 
-    @torch.inference_mode()
+    @overload
     def generate(
         self, result: Prefill, max_new_tokens: int = 32, stop: str | None = None, begin: Sequence[int] = ()
-    ) -> Answer:
+    ) -> Answer: ...
+
+    @overload
+    def generate(
+        self, result: BatchPrefill, max_new_tokens: int = 32, stop: str | None = None, begin: Sequence[int] = ()
+    ) -> list[Answer]: ...
+
+    def generate(
+        self,
+        result: Prefill | BatchPrefill,
+        max_new_tokens: int = 32,
+        stop: str | None = None,
+        begin: Sequence[int] = (),
+    ) -> Answer | list[Answer]:
         """Continue a prefilled prompt greedily, behind ``begin`` (the answer's first tokens, where they are known).
 
         Ends at the model's end token, before the first ``stop`` string, after ``max_new_tokens``, or at the end of the
-        model's context. ``result`` can be used again: its cache is cut back to the prompt.
+        model's context. ``result`` can be used again: its cache is cut back to the prompt. Of a batch every row is
+        continued, and ends, on its own.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: ask for at least one token")
-        if stop == "":
-            raise ValueError("stop='' would end every answer at once: give a string that ends it, or None")
-        length = result.prompt.num_tokens
-        token, tokens = result.first_token, list(begin)
-        try:
-            if tokens:
-                token = int(self._next_logits(result, tokens, length)[0, -1].argmax())
-            while token not in self.eos_token_ids:
-                tokens.append(token)
-                if stop is not None and stop in self.decode(tokens):
-                    break
-                position = length + len(tokens) - 1
-                if len(tokens) >= max_new_tokens or position >= self.max_context:
-                    break
-                token = int(self._next_logits(result, [token], position)[0, -1].argmax())
-        finally:
-            compat.truncate(result.cache, length)
-        text = self.decode(tokens) if self.tokenizer is not None else ""
-        if stop is not None:
-            text = text.split(stop, 1)[0]
-        return Answer(text.strip(), tokens, result.ttft_s, dict(result.trace.stages))
+        answers = generate(self, result, max_new_tokens, stop, begin)
+        return answers if isinstance(result, BatchPrefill) else answers[0]
 
-    def generate_inputs(self, result: Prefill) -> dict[str, Any]:
-        """Arguments for ``model.hf.generate``: the prompt's ids and the first new token [1, S + 1], mask, cache.
+    def generate_inputs(self, result: Prefill | BatchPrefill) -> dict[str, Any]:
+        """Arguments for ``model.hf.generate``: ids with the first new token [B, S + 1], mask, cache.
 
         Hugging Face's ``generate`` appends to the cache it is given, so hand a result on once. Where the first token is
-        an end token the answer is empty: `generate` says so, Hugging Face's would go on behind it.
+        an end token the answer is empty: `generate` says so, Hugging Face's would go on behind it. Shorter prompts of
+        a batch are padded on the left.
         """
-        ids = torch.cat([result.prompt.input_ids, torch.tensor([result.first_token])])[None].to(self.device)
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            compat.cache_kwarg(self.hf): result.cache,
-        }
+        return generate_inputs(self, result)
 
     @torch.inference_mode()
     def score(self, result: Prefill, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -263,6 +253,11 @@ class ReuseModel:
         from kvreuse.record import recording_of
 
         return recording_of(self, recorders)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Inside a `record` block."""
+        return self._recording is not None
 
     def prefilled(self, result: Prefill) -> Prefill:
         """What prefills a prompt hands its result through here, behind the last timed stage, for a recording to see."""

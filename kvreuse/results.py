@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from kvreuse import compat
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
@@ -93,6 +96,60 @@ class Prefill:
     def first_token(self) -> int:
         """The greedy first token."""
         return int(self.logits[0].argmax())
+
+
+@dataclass
+class BatchPrefill:
+    """Several prompts, prefilled in one pass, that are ready to be continued; every row is as the prompt run alone.
+
+    ``logits`` [B, V]. ``cache``: a transformers Cache of the batch, [B, H_kv, longest prompt, D], padded on the left;
+    hand it on with ``model.hf.generate(**model.generate_inputs(result))``. ``traces``: one per prompt, in its own
+    positions; their ``stages``, the time of the whole batch, are shared, and bytes that prompts share count in each.
+    """
+
+    logits: torch.Tensor
+    cache: Cache
+    traces: list[Trace]
+    prompts: tuple[RagPrompt, ...]
+    read_layers: list[dict[int, list[torch.Tensor]]] | None = field(default=None, repr=False)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds per stage, of all prompts together."""
+        return self.traces[0].stages
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from "prompts and chunk ids known" to "all first tokens known"."""
+        return ttft(self.stages)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every prompt."""
+        return [p.num_tokens for p in self.prompts]
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """The greedy first tokens."""
+        return [int(token) for token in self.logits.argmax(dim=-1)]
+
+    def row(self, index: int) -> Prefill:
+        """One prompt's result; its cache [1, H_kv, S, D] looks into the batch's."""
+        trace, prompt = self.traces[index], self.prompts[index]
+        if len(self.prompts) == 1:
+            return Prefill(self.logits, self.cache, trace, prompt, self.read_layers)
+        index = range(len(self.prompts))[index]
+        stop = max(self.lengths)
+        layers = []
+        for held in self.cache.layers:
+            own = (t[index : index + 1, :, stop - prompt.num_tokens : stop] for t in (held.keys, held.values))
+            layer = DynamicLayer()
+            compat.fill_layer(layer, *own)
+            layers.append(layer)
+        return Prefill(self.logits[index : index + 1], compat.new_cache(layers), trace, prompt)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
 
 
 @dataclass(frozen=True)

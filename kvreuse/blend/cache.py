@@ -20,17 +20,22 @@ from kvreuse.blend.deviation import Metric, squared_deviation
 class BlendLayer(DynamicLayer):
     """K/V [1, H_kv, S, D] of one layer.
 
-    While ``rows`` is set an update scatters there; afterwards it appends as usual.
+    While ``rows`` is set an update scatters there; afterwards it appends as usual. ``num_slots``: S of a layer that
+    holds nothing yet; the first scatter allocates it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int = 0) -> None:
         super().__init__()
+        self._num_slots = num_slots
         self.rows: torch.Tensor | None = None
         self.measure: Metric | None = None  # set: the deviation of the rows is taken before they are overwritten
         self.deviation: torch.Tensor | None = None
 
     def scatter(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
         """Write K/V [1, H_kv, n, D] of the sorted positions ``rows`` [n]."""
+        if self.keys is None:
+            new = (t.new_zeros(*t.shape[:2], self._num_slots, t.shape[3]) for t in (keys, values))
+            compat.fill_layer(self, *new)
         rows = rows.to(self.keys.device)
         first, n = int(rows[0]), rows.numel()
         for whole, part in ((self.keys, keys), (self.values, values)):
@@ -61,6 +66,11 @@ def new_blend_cache(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
         compat.fill_layer(layer, keys, values)
         layers.append(layer)
     return compat.new_cache(list(layers))
+
+
+def empty_blend_cache(num_layers: int, num_slots: int) -> Cache:
+    """A Cache of ``num_slots`` tokens, none of them known: for a pass that runs them all."""
+    return compat.new_cache([BlendLayer(num_slots) for _ in range(num_layers)])
 
 
 class StopLayer(Exception):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
+from kvreuse.blend.cache import new_blend_cache
 from kvreuse.blend.deviation import Metric
-from kvreuse.blend.placement import Placement
+from kvreuse.blend.full import full_prefill_batch
+from kvreuse.blend.placement import Placed, Placement
 from kvreuse.blend.plan import Segment
-from kvreuse.blend.request import Blend
+from kvreuse.blend.request import Blend, Request
 from kvreuse.blend.schedule import Constant, Schedule
 from kvreuse.blend.selectors import FirstTokens, Selector
 from kvreuse.errors import LostEntryError
-from kvreuse.results import Prefill, Trace, full_prefill
+from kvreuse.kv import StoredKV
+from kvreuse.results import BatchPrefill, Prefill, Trace
 from kvreuse.store.loader import LayerLoader
 from kvreuse.timing import StageTimer
 
@@ -67,57 +73,109 @@ class Fusor:
             pipelined: load layer i + 1 while layer i is recomputed (5); False loads everything first.
             promote: hand what was read from disk to ``result.read_layers``, for the memory tier.
         """
-        while True:
-            hits = sum(s.stored is not None for s in segments)
-            try:
-                if not hits:
-                    result = full_prefill(model, prompt, timer)
-                else:
-                    result = self._blend(model, prompt, segments, timer, pipelined, promote)
-                break
-            except LostEntryError as lost:
-                timer.mark("load_s")
-                stored = segments[lost.index].stored
-                segments[lost.index] = replace(segments[lost.index], stored=None)
-                if stored is not None:
-                    stored.close()
-        result.trace.hits, result.trace.misses = hits, len(segments) - hits
-        return result
+        return blend_batch(model, [Request(self, prompt, segments)], timer, pipelined, promote).row(0)
 
-    def _blend(
-        self,
-        model: ReuseModel,
-        prompt: RagPrompt,
-        segments: list[Segment],
-        timer: StageTimer,
-        pipelined: bool,
-        promote: bool,
-    ) -> Prefill:
-        blend = Blend(self, model, prompt, segments, timer)
-        skips_first = blend.skips_first_layer  # not the blend: the loader would hold it, and its K/V, in a cycle
 
-        def wanted(layer: int, index: int) -> bool:
-            return layer > 0 or not skips_first or segments[index].exact
+def blend_batch(
+    model: ReuseModel,
+    requests: Sequence[Request],
+    timer: StageTimer,
+    pipelined: bool = True,
+    promote: bool = False,
+) -> BatchPrefill:
+    """Prefill all prompts in one pass, each with its own selection; arguments as in `Fusor.prefill`.
 
-        devices = [model.layer_device(layer) for layer in range(model.num_layers)]
-        with LayerLoader([s.stored for s in segments], wanted, devices, keep=promote) as loader:
-            blend.place_into(Placement(model, segments, prompt.num_tokens, loader))
-            if not pipelined:
-                loader.wait_all()
+    The fusors may differ in their ratios alone. K/V that prompts share are loaded once.
+    """
+    first = requests[0].fusor
+    if any(replace(r.fusor, ratio=first.ratio) != first for r in requests):
+        raise ValueError("the fusors of one batch differ in more than their ratios: run these prompts in batches apart")
+    while True:
+        hits = [r.hits for r in requests]
+        try:
+            if not any(hits):
+                result = full_prefill_batch(model, [r.prompt for r in requests], timer)
+            else:
+                result = _blend(model, requests, timer, pipelined, promote)
+            break
+        except LostEntryError as lost:
             timer.mark("load_s")
-            if not pipelined:
-                blend.place_all()
-            logits, selected = blend.run()
+            stored = _sources(requests)[lost.index]
+            for request in requests:
+                request.segments[:] = [replace(s, stored=None) if s.stored is stored else s for s in request.segments]
+            stored.close()
+    for trace, request, count in zip(result.traces, requests, hits, strict=True):
+        trace.hits, trace.misses = count, len(request.segments) - count
+    return result
+
+
+def _sources(requests: Sequence[Request]) -> list[StoredKV]:
+    """The stored entries of a batch, each once, in prompt order."""
+    return list({id(s.stored): s.stored for r in requests for s in r.segments if s.stored is not None}.values())
+
+
+def _blend(
+    model: ReuseModel, requests: Sequence[Request], timer: StageTimer, pipelined: bool, promote: bool
+) -> BatchPrefill:
+    blend = Blend(model, requests, timer)
+    sources = _sources(requests)
+    number = {id(stored): i for i, stored in enumerate(sources)}
+    wanted_at_first = {  # not the blend in `wanted`: the loader would hold it, and its K/V, in a cycle
+        number[id(s.stored)]
+        for r, skips in zip(requests, blend.skips_first_layer, strict=True)
+        for s in r.segments
+        if s.stored is not None and (s.exact or not skips)
+    }
+    parts = [
+        Placed(s.stored, number[id(s.stored)], s.place, start + s.place)
+        for r, start in zip(requests, blend.packing.starts, strict=True)
+        for s in r.segments
+        if s.stored is not None
+    ]
+
+    def wanted(layer: int, index: int) -> bool:
+        return layer > 0 or index in wanted_at_first
+
+    devices = [model.layer_device(layer) for layer in range(model.num_layers)]
+    with LayerLoader(sources, wanted, devices, keep=promote) as loader:
+        blend.place_into(Placement(model, parts, blend.packing, loader))
+        if not pipelined:
+            loader.wait_all()
+        timer.mark("load_s")
+        if not pipelined:
+            blend.place_all()
+        logits, selected = blend.run()
+    traces = []
+    for request, choice, rows in zip(requests, blend.choices, selected, strict=True):
+        own = {number[id(s.stored)] for s in request.segments if s.stored is not None}
         trace = Trace(
-            selected,
+            rows,
             timer.stages,
-            num_exact=blend.num_exact,
-            num_reused=blend.positions.numel(),
-            reused=blend.positions,
-            num_forced=blend.forced.numel(),
-            num_checked=blend.num_checked,
-            ratio=None if isinstance(self.selector, FirstTokens) else self.ratio,
+            num_exact=choice.num_exact,
+            num_reused=choice.positions.numel(),
+            reused=choice.positions,
+            num_forced=choice.forced.numel(),
+            num_checked=choice.num_checked,
+            ratio=None if isinstance(request.fusor.selector, FirstTokens) else request.fusor.ratio,
+            read_bytes=sum(loader.source_bytes[i] for i in own),
         )
-        if loader.read_bytes:
-            trace.stages["read_s"], trace.read_bytes = loader.read_s, loader.read_bytes
-        return model.prefilled(Prefill(logits, blend.cache, trace, prompt, read_layers=loader.read_layers))
+        traces.append(trace)
+    if loader.read_bytes:
+        timer.stages["read_s"] = loader.read_s
+    cache = blend.cache
+    if len(requests) > 1:
+        batch = blend.packing.batch
+        cache = new_blend_cache([(batch(layer.keys), batch(layer.values)) for layer in cache.layers])
+    read = None if loader.read_layers is None else _by_segment(requests, number, loader.read_layers)
+    result = BatchPrefill(logits, cache, traces, tuple(r.prompt for r in requests), read_layers=read)
+    if len(requests) == 1:
+        model.prefilled(result.row(0))
+    return result
+
+
+def _by_segment(
+    requests: Sequence[Request], number: dict[int, int], read: list[dict[int, list[torch.Tensor]]]
+) -> list[dict[int, list[torch.Tensor]]]:
+    """What was read, at the first segment it stands for."""
+    left = dict(enumerate(read))
+    return [left.pop(number.get(id(s.stored), -1), {}) for r in requests for s in r.segments]

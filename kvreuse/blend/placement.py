@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvreuse.blend.plan import Segment
+from kvreuse.blend.packing import Packing
 from kvreuse.kv import ChunkKV, StoredKV
 from kvreuse.rope import RotaryTable, rotate
 from kvreuse.store.loader import LayerLoader
@@ -70,32 +72,47 @@ def _place_keys(
         rotate(keys.to(out.device), move, interleaved=pairing == "interleaved", out=out)
 
 
-class Placement:
-    """The prompt's K/V buffers, [1, H_kv, S, D] per layer, filled layer by layer with what the loader hands out."""
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Stored K/V and where they go: ``place`` is a position, ``slot`` where that is in the buffers."""
 
-    def __init__(self, model: ReuseModel, segments: list[Segment], num_tokens: int, loader: LayerLoader) -> None:
-        self._model, self._segments, self._loader = model, segments, loader
-        self._tables = _Tables(model, num_tokens)
-        example = next(s.stored for s in segments if s.stored is not None)
+    stored: StoredKV
+    source: int
+    place: int
+    slot: int
+
+
+class Placement:
+    """The K/V buffers, [1, H_kv, slots, D] per layer, filled layer by layer with what the loader hands out.
+
+    Args:
+        parts: what goes where; ``source`` is an entry's number among the loader's.
+    """
+
+    def __init__(self, model: ReuseModel, parts: Sequence[Placed], packing: Packing, loader: LayerLoader) -> None:
+        self._model, self._parts, self._loader = model, parts, loader
+        self._tables = _Tables(model, max(packing.lengths))
+        example = parts[0].stored
         self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in range(model.num_layers):
             like, device = example.like(layer), model.layer_device(layer)
             keys, values = (
-                torch.empty(*shape[:2], num_tokens, shape[3], dtype=like.dtype, device=device)
+                torch.empty(*shape[:2], packing.num_slots, shape[3], dtype=like.dtype, device=device)
                 for shape in (like.keys, like.values)
             )
+            packing.clear_padding(keys)
+            packing.clear_padding(values)
             self.buffers.append((keys, values))
 
     def place(self, layer: int, timer: StageTimer) -> None:
         """Wait for a layer's stored K/V, copy the values in and re-rotate the keys, once, in fp32."""
         keys, values = self.buffers[layer]
         loaded = self._loader.take(layer)
-        for s, kv in zip(self._segments, loaded, strict=True):
-            if kv is not None:
-                values[:, :, s.place : s.stop].copy_(kv[1])
+        wanted = [(p, kv) for p in self._parts if (kv := loaded[p.source]) is not None]
+        for p, kv in wanted:
+            values[:, :, p.slot : p.slot + p.stored.ids.numel()].copy_(kv[1])
         timer.mark("load_s", wait=False)
-        for s, kv in zip(self._segments, loaded, strict=True):
-            if kv is not None and s.stored is not None:
-                out = keys[:, :, s.place : s.stop]
-                _place_keys(self._model, self._tables, layer, s.stored, kv[0], s.place, out)
+        for p, kv in wanted:
+            out = keys[:, :, p.slot : p.slot + p.stored.ids.numel()]
+            _place_keys(self._model, self._tables, layer, p.stored, kv[0], p.place, out)
         timer.mark("rotate_s", wait=False)

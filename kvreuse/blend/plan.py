@@ -64,8 +64,15 @@ def chunk_segments(
 
 
 def look_up(segments: list[Segment], fingerprint: str, store: KVStore) -> list[Segment]:
-    """The segments with what the store has of each."""
-    return [replace(s, stored=store.get(s.key(fingerprint), s.ids, fingerprint)) for s in segments]
+    """The segments with what the store has of each; K/V that several of them share are got once."""
+    found: dict[str, StoredKV | None] = {}
+    out = []
+    for segment in segments:
+        key = segment.key(fingerprint)
+        if key not in found:
+            found[key] = store.get(key, segment.ids, fingerprint)
+        out.append(replace(segment, stored=found[key]))
+    return out
 
 
 def reused_positions(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,18 +1,22 @@
-"""One request on its way through the layers: stored K/V placed, rows chosen, the pass narrowed (CacheBlend, 4)."""
+"""One batch on its way through the layers: stored K/V placed, rows chosen, the pass narrowed (CacheBlend, 4)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvreuse.blend.cache import new_blend_cache
+from kvreuse.blend.choice import Choice
 from kvreuse.blend.deviation import Metric, squared_deviation
+from kvreuse.blend.packing import Packing
 from kvreuse.blend.placement import Placement
-from kvreuse.blend.plan import Segment, reused_positions
+from kvreuse.blend.plan import Segment
 from kvreuse.blend.row_pass import Project, RowPass
-from kvreuse.blend.schedule import Constant, layer_ratio
+from kvreuse.blend.schedule import Constant
 from kvreuse.blend.selectors import SelectionView
 from kvreuse.blend.signals import question_attention, true_deviation
 from kvreuse.timing import StageTimer
@@ -23,78 +27,75 @@ if TYPE_CHECKING:
     from kvreuse.prompt import RagPrompt
 
 
-class Blend:
-    """One request on its way through the layers."""
+@dataclass(eq=False)
+class Request:
+    """One prompt of a batch: what blends it, and its looked-up segments (changed where an entry turns out lost)."""
 
-    def __init__(
-        self,
-        fusor: Fusor,
-        model: ReuseModel,
-        prompt: RagPrompt,
-        segments: list[Segment],
-        timer: StageTimer,
-    ) -> None:
-        self.fusor, self.model, self.timer = fusor, model, timer
+    fusor: Fusor
+    prompt: RagPrompt
+    segments: list[Segment]
+
+    @property
+    def hits(self) -> int:
+        """Segments with stored K/V."""
+        return sum(s.stored is not None for s in self.segments)
+
+
+class Blend:
+    """A batch of requests on its way through the layers, their rows packed into one pass. Usually the batch is one."""
+
+    def __init__(self, model: ReuseModel, requests: Sequence[Request], timer: StageTimer) -> None:
+        self.fusor, self.model, self.timer = requests[0].fusor, model, timer
+        self.prompts = [r.prompt for r in requests]
+        self.choices = [Choice(r.fusor, model, r.prompt, r.segments) for r in requests]
+        self.packing = Packing.of([p.num_tokens for p in self.prompts])
+        self.input_ids = self.packing.ids([p.input_ids for p in self.prompts])
+        self.first = max(c.first for c in self.choices)
         self._placed, self._stage = 0, "check_s"
-        self.input_ids, self.num_question = prompt.input_ids, prompt.question.numel()
-        self.num_tokens = prompt.num_tokens
-        positions, chunk, offset = reused_positions(segments)
-        if fusor.as_released:  # the last token is forced, all others are candidates
-            inside = positions < self.num_tokens - 1
-            positions, chunk, offset = positions[inside], chunk[inside], offset[inside]
-        self.positions, self._chunk, self._offset = positions, chunk, offset
-        is_forced = torch.ones(self.num_tokens, dtype=torch.bool)
-        for segment in segments:
-            if segment.stored is not None:
-                is_forced[segment.place : segment.stop] = False
-        is_forced[-1] = True
-        self.forced = is_forced.nonzero()[:, 0]
-        self.num_exact = self.num_tokens - self.forced.numel() - positions.numel()
-        selects = fusor.selector is not None and fusor.ratio > 0 and positions.numel() > 0
-        self.selector = fusor.selector if selects else None
-        self.first = 1 if self.selector is not None and self.selector.needs_fresh_kv else 0
-        self.chosen = self._scores = positions[:0]
-        self.num_checked = 0
-        self._attention: torch.Tensor | None = None
+        self._attention: list[torch.Tensor] | None = None
 
     @property
     def asks_question(self) -> bool:
-        """Whether the question is run over the reused K/V before anything is chosen."""
-        return self.selector is not None and (self.fusor.drop != "deviation" or self.selector.needs_question_attention)
+        """Whether the questions are run over the reused K/V before anything is chosen."""
+        return any(c.asks_question for c in self.choices)
 
     @property
-    def skips_first_layer(self) -> bool:
-        """Whether layer 0's stored K/V are never looked at: all inexact tokens run through it, and none before it."""
-        return self.first == 1 and not self.asks_question
+    def skips_first_layer(self) -> list[bool]:
+        """Whether layer 0's stored, inexact K/V are never looked at, per prompt.
 
-    def run(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits [1, V], and the rows that ran through each layer."""
-        rows = self.forced
-        if self.selector is not None:
-            if self.asks_question:
-                self._question_attention()
-            if self.selector.needs_fresh_kv:
-                self.chosen = self.positions
-            else:
-                self._choose(self.view)
-            rows = self._rows()
+        So it is where all inexact tokens run through that layer, and nothing before it.
+        """
+        return [choice.first == 1 and not self.asks_question for choice in self.choices]
+
+    def run(self) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """Logits [B, V], and for every prompt the positions that ran through each layer."""
+        if self.asks_question:
+            self._question_attention()
+        for b, choice in enumerate(self.choices):
+            if choice.selector is not None and choice.first == 0:
+                choice.choose(self._view(b))
         self.timer.mark("check_s")
         if self.first == 0:
             self._stage = "recompute_s"
-        self._measure_deviation()
+        narrows = any(c.selector is not None for c in self.choices)
+        gradual = not isinstance(self.fusor.schedule, Constant)
+        if narrows and gradual:  # have the cache measure the deviation of what it overwrites
+            for held in self.cache.layers[1:-1]:
+                held.measure = self.fusor.measure
         row_pass = RowPass(
             self.model,
             self.cache,
-            rows,
-            self.num_tokens,
-            narrow=None if self.selector is None else self._narrow,
+            self.packing.join([c.rows for c in self.choices]),
+            self.packing,
+            narrow=self._narrow if narrows else None,
             bottom_right_from=1 if self.fusor.as_released else None,
             on_layer_start=self._place_until,
             on_layer_end=self._layer_end,
         )
         logits = row_pass.run(self.input_ids)
         self.timer.mark("first_token_s")
-        return logits, row_pass.selected
+        by_layer = [self.packing.split(rows) for rows in row_pass.selected]
+        return logits, [[rows[b] for rows in by_layer] for b in range(len(self.choices))]
 
     def place_into(self, placement: Placement) -> None:
         """Give the blend its buffers."""
@@ -113,130 +114,84 @@ class Blend:
             self._placement.place(self._placed, self.timer)
             self._placed += 1
 
-    @property
-    def view(self) -> SelectionView:
-        """Made anew when asked for: kept, it would hold this request, and its K/V, in a reference cycle."""
-        return SelectionView(
-            self.positions,
-            self._chunk,
-            self._offset,
-            self._no_fresh_kv,
-            self._question_attention,
-            self._true_deviation,
-        )
-
-    # -- choosing rows ----------------------------------------------------------------------------------------------
-
-    def _rows(self) -> torch.Tensor:
-        return torch.cat([self.forced, self.chosen]).sort().values
-
-    def _count(self, layer: int) -> int:
-        assert self.selector is not None
-        ratio = layer_ratio(self.fusor.schedule, self.fusor.ratio, layer, self.model.num_layers)
-        return min(self.selector.count(self.view, ratio), self.positions.numel())
-
-    def _choose(self, view: SelectionView) -> None:
-        """The first choice, by the selector's scores."""
-        assert self.selector is not None
-        scores = self.selector.scores(view).cpu()
-        if scores.shape != self.positions.shape:
-            raise ValueError(
-                f"{self.selector!r} returned scores of shape {tuple(scores.shape)}, expected "
-                f"{tuple(self.positions.shape)}: one per candidate"
-            )
-        self._scores = scores
-        best = torch.topk(scores, self._count(self.first)).indices
-        self.chosen = self.positions[best.sort().values]
-
-    def _narrow(self, layer: int, rows: torch.Tensor, project: Project) -> torch.Tensor | None:
-        if layer < self.first:
-            return None
-        if layer == self.first:
-            if self.first == 0:
-                return None  # chosen before the pass
-            fresh = project()
-            is_candidate = torch.isin(rows.cpu(), self.positions)
-
-            def deviation(metric: Metric) -> torch.Tensor:
-                parts = (fresh.keys, fresh.values, fresh.stored_keys, fresh.stored_values)
-                return squared_deviation(metric, *parts).cpu()[is_candidate]
-
-            too_late = self._too_late
-            attention = too_late if self._attention is None else self._question_attention
-            self._choose(replace(self.view, deviation=deviation, question_attention=attention, true_deviation=too_late))
-            self.timer.mark("check_s")
-            self._stage = "recompute_s"
-            self.num_checked = self.positions.numel() - self.chosen.numel()
-            kept = self._rows()
-            # The pass overwrites this layer's K/V with themselves: keep the deviation the check has seen.
-            held = self.cache.layers[layer]
-            held.measure, held.deviation = None, None
-            if not isinstance(self.fusor.schedule, Constant):
-                by_position = torch.zeros(self.num_tokens)
-                by_position[self.positions] = deviation(self.fusor.measure)
-                held.deviation = by_position[kept]
-            return kept
-        count = self._count(layer)
-        if count >= self.chosen.numel():
-            return None
-        best = torch.topk(self._scores_before(layer, rows), count).indices
-        self.chosen = self.chosen[best.sort().values]
-        return self._rows()
-
-    def _scores_before(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """What decides who of the chosen goes on to ``layer``, [number chosen]."""
-        index = torch.searchsorted(self.positions, self.chosen)
-        if layer == 1:  # nothing deviates on layer 0
-            return self._scores[index]
-        measured = self.cache.layers[layer - 1].deviation
-        assert measured is not None
-        scores = measured.cpu()[torch.isin(rows.cpu(), self.chosen)]
-        if self.fusor.drop == "deviation":
-            return scores
-        layers = slice(layer - 1, layer) if self.fusor.drop == "attended" else slice(layer, None)
-        return scores * self._question_attention()[layers, index].mean(dim=0)
-
-    def _measure_deviation(self) -> None:
-        """Have the cache measure the deviation of what it overwrites, where a schedule will ask for it."""
-        if self.selector is not None and not isinstance(self.fusor.schedule, Constant):
-            for held in self.cache.layers[1:-1]:
-                held.measure = self.fusor.measure
-
     def _layer_end(self, layer: int) -> None:
         if layer == 0 and self.first == 1:
             self.timer.mark("check_s")
         if layer == self.model.num_layers - 1:
             self.timer.mark("recompute_s")
 
+    # -- narrowing, before every layer --------------------------------------------------------------------------------
+
+    def _narrow(self, layer: int, slots: torch.Tensor, project: Project) -> torch.Tensor | None:
+        if layer < max(self.first, 1):
+            return None  # chosen before the pass, or by the check to come
+        rows = self.packing.split(slots.cpu())
+        if layer == self.first:
+            return self._check(layer, rows, project)
+        measured: list[torch.Tensor] = []
+
+        def deviation(b: int) -> torch.Tensor:
+            if not measured:
+                whole = self.cache.layers[layer - 1].deviation
+                assert whole is not None
+                measured.extend(whole.cpu().split([own.numel() for own in rows]))
+            return measured[b]
+
+        dropped = [
+            choice.narrow(layer, rows[b], self._view(b), partial(deviation, b), partial(self._attention_of, b))
+            for b, choice in enumerate(self.choices)
+        ]
+        return self.packing.join([c.rows for c in self.choices]) if any(dropped) else None
+
+    def _check(self, layer: int, rows: list[torch.Tensor], project: Project) -> torch.Tensor:
+        """The check layer: fresh K/V of all candidates are compared with the stored ones."""
+        fresh = project()
+        known: dict[Metric, list[torch.Tensor]] = {}
+
+        def deviations(metric: Metric) -> list[torch.Tensor]:
+            if metric not in known:
+                parts = (fresh.keys, fresh.values, fresh.stored_keys, fresh.stored_values)
+                known[metric] = list(squared_deviation(metric, *parts).cpu().split([own.numel() for own in rows]))
+            return known[metric]
+
+        def deviation(b: int, metric: Metric) -> torch.Tensor:
+            return deviations(metric)[b][torch.isin(rows[b], self.choices[b].positions)]
+
+        for b, choice in enumerate(self.choices):
+            if choice.selector is not None:
+                attention = None if self._attention is None else partial(self._attention_of, b)
+                choice.choose(choice.view(partial(deviation, b), attention, None))
+        self.timer.mark("check_s")
+        self._stage = "recompute_s"
+        # The pass overwrites this layer's K/V with themselves: keep the deviation the check has seen.
+        held = self.cache.layers[layer]
+        held.measure, held.deviation = None, None
+        if not isinstance(self.fusor.schedule, Constant):
+            seen = zip(deviations(self.fusor.measure), rows, self.choices, strict=True)
+            held.deviation = torch.cat([own[torch.isin(ran, c.rows)] for own, ran, c in seen])
+        return self.packing.join([c.rows for c in self.choices])
+
     # -- what selectors may ask for ---------------------------------------------------------------------------------
 
-    def _no_fresh_kv(self, metric: Metric) -> torch.Tensor:
-        raise ValueError(
-            f"{self.selector!r} asks for the deviation without needs_fresh_kv = True: nothing is computed yet"
-        )
+    def _view(self, b: int) -> SelectionView:
+        """What prompt ``b``'s selector sees before the pass."""
+        attention, true = partial(self._attention_of, b), partial(self._true_deviation, b)
+        return self.choices[b].view(None, attention, true)
 
-    def _too_late(self, *_: object) -> torch.Tensor:
-        raise ValueError(
-            f"{self.selector!r} has needs_fresh_kv = True and chooses in the middle of a pass: only deviation() is "
-            "known there; question_attention() and true_deviation() need needs_fresh_kv = False"
-        )
+    def _attention_of(self, b: int) -> torch.Tensor:
+        """[L, n] of prompt ``b``."""
+        return self._question_attention()[b]
 
-    def _question_attention(self) -> torch.Tensor:
-        """[L, n]; asked once in a request."""
+    def _question_attention(self) -> list[torch.Tensor]:
+        """[L, n] per prompt; asked once in a request."""
         if self._attention is None:
-            attention = question_attention(
-                self.model,
-                self.cache,
-                self.input_ids,
-                self.forced,
-                self.num_question,
-                None if self.fusor.as_released else self.fusor.question_tokens,
-                self._place_until,
+            self._attention = question_attention(
+                self.model, self.cache, self.packing, self.prompts, self.choices, self._place_until
             )
-            self._attention = attention[:, self.positions]
         return self._attention
 
-    def _true_deviation(self, metric: Metric) -> torch.Tensor:
-        """[L, n]."""
+    def _true_deviation(self, b: int, metric: Metric) -> torch.Tensor:
+        """[L, n] of prompt ``b``."""
         self.place_all()
-        return true_deviation(self.model, self.cache, self.input_ids, self.positions, metric)
+        ids, start = self.prompts[b].input_ids, self.packing.starts[b]
+        return true_deviation(self.model, self.cache, ids, self.choices[b].positions, metric, start)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from transformers import Cache
 
 from kvreuse import compat
 from kvreuse.blend.cache import ProbeCache, StopLayer
-from kvreuse.blend.rows import RowMask, row_attention
+from kvreuse.blend.hooks import hooked, narrow_query
+from kvreuse.blend.packing import Packing
+from kvreuse.blend.rows import PackedMask, RowMask, row_attention
 from kvreuse.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -43,17 +45,19 @@ Narrow = Callable[[int, torch.Tensor, Project], torch.Tensor | None]
 
 
 class RowPass:
-    """Runs ``rows`` (sorted positions) through all layers over a cache (`new_blend_cache`) with K/V of the others.
+    """Runs ``rows`` (sorted slots) through all layers over a cache (`new_blend_cache`) with K/V of the others.
 
     Args:
+        packing: whose slots they are; every prompt has at least one row. For a single prompt its length will do, and
+            slots are its positions.
         narrow: called before each layer with (layer, rows, project); returns the rows that stay, or None for all.
             ``project()`` computes the layer's K/V of all current rows, and nothing else of the layer, and writes them
             to the cache.
-        trim_last: only the last row goes through the last layer's attention and MLP; of the others only K/V are
-            needed.
+        trim_last: only each prompt's last row goes through the last layer's attention and MLP; of the others only K/V
+            are needed.
         bottom_right_from: from this layer on mask as the released code does (rank, not position); None never.
         on_layer_start, on_layer_end: called before (ahead of all else) and after each layer with its index.
-        on_attention: called with (layer, weights [1, H, n, S]) of every layer.
+        on_attention: called with (layer, weights [1, H, n, S] per prompt) of every layer.
     """
 
     def __init__(
@@ -61,16 +65,17 @@ class RowPass:
         model: ReuseModel,
         cache: Cache,
         rows: torch.Tensor,
-        num_tokens: int,
+        packing: Packing | int,
         *,
         narrow: Narrow | None = None,
         trim_last: bool = True,
         bottom_right_from: int | None = None,
         on_layer_start: Callable[[int], None] | None = None,
         on_layer_end: Callable[[int], None] | None = None,
-        on_attention: Callable[[int, torch.Tensor], None] | None = None,
+        on_attention: Callable[[int, Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
-        self.model, self.cache, self.num_tokens = model, cache, num_tokens
+        self.model, self.cache = model, cache
+        self.packing = packing if isinstance(packing, Packing) else Packing.of((packing,))
         self.rows = self._first_rows = rows.to(model.device)
         self.selected: list[torch.Tensor] = []
         self._narrow, self._trim_last, self._bottom_right_from = narrow, trim_last, bottom_right_from
@@ -82,19 +87,24 @@ class RowPass:
 
     @torch.inference_mode()
     def run(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [1, V] of the last row. ``input_ids`` [S] are the whole prompt's."""
+        """Logits [B, V] of every prompt's last row. ``input_ids`` are those of all slots (`Packing.ids`).
+
+        Without ``trim_last`` only a single prompt has logits; the pass is made to look at.
+        """
         model, rows = self.model, self.rows
+        last = self.packing.num_prompts
         with ExitStack() as stack:
             for index, layer in enumerate(model.layers):
-                stack.enter_context(_hooked(layer.register_forward_pre_hook(self._before(index), with_kwargs=True)))
-                stack.enter_context(_hooked(layer.register_forward_hook(self._after(index))))
+                stack.enter_context(hooked(layer.register_forward_pre_hook(self._before(index), with_kwargs=True)))
+                stack.enter_context(hooked(layer.register_forward_hook(self._after(index))))
                 if self._on_attention is not None:
                     attention = compat.attention_module(layer)
-                    stack.enter_context(_hooked(attention.register_forward_hook(self._watch(index))))
+                    stack.enter_context(hooked(attention.register_forward_hook(self._watch(index))))
             self._dense = not stack.enter_context(compat.attention_through(model.hf, row_attention))
             ids = input_ids.to(model.device)[rows]
             try:
-                return compat.run_model(model.hf, ids[None], rows[None], self.cache)[:, -1]
+                positions = self.packing.positions(rows)
+                return compat.run_model(model.hf, ids[None], positions[None], self.cache, logits_to_keep=last)[0]
             finally:
                 for cache_layer in self.cache.layers:
                     cache_layer.rows = cache_layer.measure = None
@@ -111,15 +121,18 @@ class RowPass:
                 args = (kwargs.pop("hidden_states"),)
 
             def project() -> FreshKV:
-                return self._project(index, layer, args, kwargs)
+                held, rows = self.cache.layers[index], self.rows
+                stored = [t[:, :, rows.to(t.device)] for t in (held.keys, held.values)]
+                return FreshKV(*self._project(index, layer, args, kwargs), *stored)
 
             kept = self._narrow(index, self.rows, project) if self._narrow is not None else None
             if kept is not None:
                 args = (self._keep(kept, args[0]), *args[1:])
             self.selected.append(self.rows.cpu())
-            if index == self.model.num_layers - 1 and self._trim_last and self.rows.numel() > 1:
-                project()
-                args = (self._keep(self.rows[-1:], args[0]), *args[1:])
+            if index == self.model.num_layers - 1 and self._trim_last and self.rows.numel() > self.packing.num_prompts:
+                self._project(index, layer, args, kwargs)
+                last = self.packing.join([own[-1:] for own in self.packing.split(self.rows)])
+                args = (self._keep(last, args[0]), *args[1:])
             self.cache.layers[index].rows = self.rows
             args, kwargs = self._cut(args, kwargs)
             return args, {**kwargs, "attention_mask": self._mask(index, args[0].dtype)}
@@ -137,12 +150,18 @@ class RowPass:
     def _watch(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             assert self._on_attention is not None
-            if not isinstance(output, tuple) or output[1] is None:
+            weights = output[1] if isinstance(output, tuple) else None
+            if weights is None:
                 raise UnsupportedModelError(
                     f"{self.model.name}: its attention returns no weights; load it with attn_implementation='eager' to "
                     "look at them"
                 )
-            self._on_attention(index, output[1].detach())
+            if self.packing.num_prompts == 1:
+                weights = (weights,)
+            elif isinstance(weights, torch.Tensor):  # eager attention's, over all slots
+                mask = self._packed_mask(index, weights.device)
+                weights = tuple(weights[:, :, rows, keys] for _, rows, keys in mask.cut())
+            self._on_attention(index, [w.detach() for w in weights])
 
         return hook
 
@@ -181,61 +200,39 @@ class RowPass:
             self._cuts[id(value)] = value, value.index_select(dim, self._index.to(value.device))
         return self._cuts[id(value)][1]
 
-    def _mask(self, index: int, dtype: torch.dtype) -> RowMask | torch.Tensor:
+    def _mask(self, index: int, dtype: torch.dtype) -> RowMask | PackedMask | torch.Tensor:
         """The layer's mask; made once per selection, window and device."""
-        device = self.cache.layers[index].keys.device
-        released = self._bottom_right_from is not None and index >= self._bottom_right_from
-        key = (self.model.window(index), released, device)
+        held = self.cache.layers[index].keys
+        device = self.model.layer_device(index) if held is None else held.device
+        key = (self.model.window(index), self._is_released(index), device)
         if key not in self._masks:
-            rows, n = self.rows.to(device), self.rows.numel()
-            last_key = torch.arange(self.num_tokens - n, self.num_tokens, device=device) if released else None
-            mask = RowMask(rows, self.num_tokens, key[0], last_key, return_weights=self._on_attention is not None)
+            packed = self._packed_mask(index, device)
+            mask = packed if self.packing.num_prompts > 1 else packed.parts[0]
             self._masks[key] = mask.additive(dtype)[None, None] if self._dense else mask
         return self._masks[key]
 
-    def _project(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FreshKV:
-        """The layer's own norm, K and V projection, key norm and rotation on all current rows; nothing behind."""
+    def _is_released(self, index: int) -> bool:
+        return self._bottom_right_from is not None and index >= self._bottom_right_from
+
+    def _packed_mask(self, index: int, device: torch.device) -> PackedMask:
+        parts, window, packing = [], self.model.window(index), self.packing
+        for rows, length in zip(packing.split(self.rows.to(device)), packing.lengths, strict=True):
+            last_key = torch.arange(length - rows.numel(), length, device=device) if self._is_released(index) else None
+            parts.append(RowMask(rows, length, window, last_key, return_weights=self._on_attention is not None))
+        return PackedMask(tuple(parts), packing.starts, packing.num_slots)
+
+    def _project(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Keys and values by the layer's own norm, K and V projection, key norm and rotation on all current rows.
+
+        Nothing behind them is computed; they are written to the cache.
+        """
         caught: list[torch.Tensor] = []
         probe = ProbeCache(lambda keys, values: caught.extend((keys, values)))
         name = compat.find_cache(kwargs)
         args, kwargs = self._cut(args, kwargs)
-        with _narrow_query(compat.attention_module(layer)), suppress(StopLayer):
+        with narrow_query(compat.attention_module(layer)), suppress(StopLayer):
             layer.forward(*args, **{**kwargs, str(name): probe, "attention_mask": None})
-        keys, values = caught
-        held = self.cache.layers[index]
-        rows = self.rows.to(held.keys.device)
-        fresh = FreshKV(keys, values, held.keys[:, :, rows], held.values[:, :, rows])
-        held.scatter(keys, values, rows)
-        return fresh
-
-
-@contextmanager
-def _hooked(handle: Any) -> Iterator[None]:
-    """Remove a hook on exit, also after an error."""
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _narrow_query(attention: nn.Module) -> Iterator[None]:
-    """Project one row's query and repeat it without copying: while only K/V are wanted, queries cost nothing.
-
-    A packed QKV projection (Phi-3, GPT-NeoX) has no separate query and runs as it is.
-    """
-    q_proj = getattr(attention, "q_proj", None)
-    if not isinstance(q_proj, nn.Linear):
-        yield
-        return
-    length: list[int] = []
-
-    def first_row(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        length.append(args[0].shape[1])
-        return (args[0][:, :1],)
-
-    def repeat(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output.expand(-1, length[-1], -1)
-
-    with _hooked(q_proj.register_forward_pre_hook(first_row)), _hooked(q_proj.register_forward_hook(repeat)):
-        yield
+        self.cache.layers[index].scatter(*caught, self.rows)
+        return caught

@@ -126,15 +126,62 @@ class RowMask:
         return scores.masked_fill_(~self.visible(), float("-inf")).softmax(dim=-1)
 
 
+@dataclass(frozen=True, eq=False)
+class PackedMask:
+    """Rows of several prompts over K/V that stand in one row of slots: each row sees its own prompt's keys alone.
+
+    Args:
+        parts: every prompt's rows, in the prompt's own positions.
+        starts: the slot of every prompt's first key.
+        num_slots: keys and values there are.
+    """
+
+    parts: tuple[RowMask, ...]
+    starts: tuple[int, ...]
+    num_slots: int
+
+    @property
+    def return_weights(self) -> bool:
+        """As the parts say."""
+        return self.parts[0].return_weights
+
+    def cut(self) -> Iterator[tuple[RowMask, slice, slice]]:
+        """Every prompt's mask, rows and keys."""
+        row = 0
+        for part, start in zip(self.parts, self.starts, strict=True):
+            n = part.rows.numel()
+            yield part, slice(row, row + n), slice(start, start + part.num_keys)
+            row += n
+
+    def additive(self, dtype: torch.dtype) -> torch.Tensor:
+        """The parts' masks [rows, slots] on the diagonal, the type's lowest number around them."""
+        n, device = sum(part.rows.numel() for part in self.parts), self.parts[0].rows.device
+        out = torch.full((n, self.num_slots), torch.finfo(dtype).min, dtype=dtype, device=device)
+        for part, rows, keys in self.cut():
+            out[rows, keys] = part.additive(dtype)
+        return out
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attention of ``query`` [1, H, n, D] over ``key``, ``value`` [1, H_kv, slots, D]; returns [1, H, n, D]."""
+        outputs = [
+            part.attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], scale) for part, rows, keys in self.cut()
+        ]
+        return torch.cat(outputs, dim=2)
+
+    def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, ...]:
+        """Attention weights in fp32, per prompt [1, H, n, S]."""
+        return tuple(part.weights(query[:, :, rows], key[:, :, keys], scale) for part, rows, keys in self.cut())
+
+
 def row_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: RowMask,
+    attention_mask: RowMask | PackedMask,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention interface on a `RowMask`: output [B, n, H, D], and weights if the mask asks for them."""
+) -> tuple[torch.Tensor, torch.Tensor | tuple[torch.Tensor, ...] | None]:
+    """transformers' attention interface on a mask of rows: output [B, n, H, D]; weights if the mask asks for them."""
     weights = attention_mask.weights(query, key, scaling) if attention_mask.return_weights else None
     return attention_mask.attend(query, key, value, scaling).transpose(1, 2).contiguous(), weights

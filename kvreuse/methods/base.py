@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, overload
 
 import torch
 
-from kvreuse.blend.fusor import Fusor
+from kvreuse.blend.fusor import Fusor, blend_batch
 from kvreuse.blend.plan import Segment, chunk_segments, look_up
+from kvreuse.blend.request import Request
 from kvreuse.errors import LostEntryError
 from kvreuse.kv import ChunkEncoder, ChunkKV, EncoderContext, encode_chunk
-from kvreuse.results import Answer, Prefill
+from kvreuse.prompt import RagPrompt
+from kvreuse.results import Answer, BatchPrefill, Prefill
 from kvreuse.store import KVStore
 from kvreuse.timing import StageTimer
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
-    from kvreuse.prompt import RagPrompt
 
 
 class ReuseMethod(ABC):
@@ -74,12 +76,34 @@ class ReuseMethod(ABC):
 def check_types(model: object, prompt: object) -> None:
     """Raise for a bare Hugging Face model or a text where a wrapped model and a prompt belong."""
     from kvreuse.model import ReuseModel
-    from kvreuse.prompt import RagPrompt
 
     if not isinstance(model, ReuseModel):
         raise TypeError(f"model is a {type(model).__name__}: wrap it as kr.ReuseModel(hf_model, tokenizer)")
+    if isinstance(prompt, list | tuple):
+        raise TypeError("this method takes one prompt at a time; lists go to FullRecompute and to chunk reuse")
     if not isinstance(prompt, RagPrompt):
         raise TypeError(f"prompt is a {type(prompt).__name__}: make one with kr.RagPrompt.from_texts(model, ...)")
+
+
+def as_batch(prompt: RagPrompt | Sequence[RagPrompt]) -> list[RagPrompt]:
+    """The prompts of a list; one of its own otherwise."""
+    return list(prompt) if isinstance(prompt, list | tuple) else [prompt]  # type: ignore[list-item]
+
+
+def check_batch(model: ReuseModel, prompts: list[RagPrompt]) -> None:
+    """Raise for prompts that cannot run in one pass."""
+    if not prompts:
+        raise ValueError("the list of prompts is empty: a batch has at least one")
+    if model.is_recorded and len(prompts) > 1:
+        raise ValueError(f"{len(prompts)} prompts inside model.record(...): recorders look at one prompt at a time")
+    regimes = [model.long_rope(p.num_tokens) for p in prompts]
+    if any(regimes) and not all(regimes):
+        long, short = (next(i for i, regime in enumerate(regimes) if regime is which) for which in (True, False))
+        raise ValueError(
+            f"prompt {long} has {prompts[long].num_tokens} tokens and prompt {short} {prompts[short].num_tokens}: "
+            f"{model.name} rotates prompts of {model.long_rope_length} tokens and more with other factors, and all of "
+            "a batch alike: split the batch at that length"
+        )
 
 
 def encode_segment(model: ReuseModel, segment: Segment) -> ChunkKV:
@@ -139,35 +163,67 @@ class ChunkReuse(ReuseMethod):
         """The parts of the prompt that may be reused."""
         return chunk_segments(model, prompt, ChunkEncoder(self.context))
 
-    def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
-        """Compute and store K/V of the prompt's prefix and chunks, each on its own; seconds."""
-        store = self.check_request(model, prompt, store)
-        return encode_missing(model, self.segments(model, prompt), store)
+    def encode(self, model: ReuseModel, prompt: RagPrompt | Sequence[RagPrompt], store: KVStore) -> float:
+        """Compute and store K/V of prefix and chunks of a prompt or several, each on its own; seconds."""
+        prompts = as_batch(prompt)
+        for one in prompts:
+            self.check_request(model, one, store)
+        return encode_missing(model, [s for one in prompts for s in self.segments(model, one)], store)
 
-    def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore, *, pipelined: bool = True) -> Prefill:
+    @overload
+    def prefill(self, model: ReuseModel, prompt: RagPrompt, store: KVStore, *, pipelined: bool = True) -> Prefill: ...
+
+    @overload
+    def prefill(
+        self, model: ReuseModel, prompt: Sequence[RagPrompt], store: KVStore, *, pipelined: bool = True
+    ) -> BatchPrefill: ...
+
+    def prefill(
+        self,
+        model: ReuseModel,
+        prompt: RagPrompt | Sequence[RagPrompt],
+        store: KVStore,
+        *,
+        pipelined: bool = True,
+    ) -> Prefill | BatchPrefill:
         """Prefill from stored chunk K/V; what is recomputed is in ``result.trace``.
 
+        A list of prompts runs as one batch (`BatchPrefill`): each has its own selection, and equals the prompt run
+        alone within rounding.
+
         ``pipelined``: read the next layers from disk while a layer is recomputed (5); False reads everything first.
+
+        Raises:
+            ValueError: no prompts, or on both sides of the length at which a longrope model changes its factors.
         """
-        store = self.check_request(model, prompt, store)
+        prompts = as_batch(prompt)
+        for one in prompts:
+            self.check_request(model, one, store)
+        check_batch(model, prompts)
         fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
-        segments = look_up(self.segments(model, prompt), fingerprint, store)
+        by_prompt = [self.segments(model, one) for one in prompts]
+        found = look_up([s for own in by_prompt for s in own], fingerprint, store)
+        requests: list[Request] = []
         try:
-            fusor = self.request_fusor(model, prompt, segments, fingerprint)
+            left = iter(found)
+            for one, own in zip(prompts, by_prompt, strict=True):
+                segments = [next(left) for _ in own]
+                requests.append(Request(self.request_fusor(model, one, segments, fingerprint), one, segments))
             timer.mark("lookup_s")
-            result = fusor.prefill(model, prompt, segments, timer, pipelined, store.promotes)
+            result = blend_batch(model, requests, timer, pipelined, store.promotes)
             if result.read_layers and any(result.read_layers):
-                result.trace.stages["promote_s"] = _promote(segments, fingerprint, store, result.read_layers)
+                known = [s for r in requests for s in r.segments]
+                timer.stages["promote_s"] = _promote(known, fingerprint, store, result.read_layers)
             result.read_layers = None
         finally:
-            for segment in segments:
+            for segment in found:
                 if segment.stored is not None:
                     segment.stored.close()
-        missing = [s for s in segments if s.stored is None]
+        missing = [s for r in requests for s in r.segments if s.stored is None]
         if missing:
-            result.trace.stages["encode_s"] = encode_missing(model, missing, store)
-        return result
+            timer.stages["encode_s"] = encode_missing(model, missing, store)
+        return result.row(0) if isinstance(prompt, RagPrompt) else result
 
 
 def _promote(

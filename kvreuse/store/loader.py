@@ -40,7 +40,8 @@ class LayerLoader:
     ) -> None:
         self._sources, self._wanted, self._devices, self._ahead = sources, wanted, devices, ahead
         self.read_layers: list[dict[int, list[torch.Tensor]]] | None = [{} for _ in sources] if keep else None
-        self.read_bytes, self._first_read, self._last_read = 0, float("inf"), 0.0
+        self.source_bytes = [0] * len(sources)
+        self._first_read, self._last_read = float("inf"), 0.0
         self._tasks = [
             (layer, index)
             for layer, device in enumerate(devices)
@@ -55,6 +56,11 @@ class LayerLoader:
         self._changed = threading.Condition()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads: list[threading.Thread] = []
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from disk; ``source_bytes`` has them per entry."""
+        return sum(self.source_bytes)
 
     @property
     def read_s(self) -> float:
@@ -162,7 +168,7 @@ class LayerLoader:
         ended = time.perf_counter()
         with self._changed:
             self._first_read, self._last_read = min(self._first_read, started), max(self._last_read, ended)
-            self.read_bytes += sum(part.numel() * part.element_size() for part in parts)
+            self.source_bytes[index] += sum(part.numel() * part.element_size() for part in parts)
             if self.read_layers is not None:
                 self.read_layers[index][layer] = parts
         return self._moved(parts, lambda moved: source.unpack(layer, moved), device, stream)
