@@ -4,6 +4,7 @@ from kvreuse.methods.base import ChunkReuse, ReuseMethod
 from kvreuse.methods.cacheblend import CacheBlend
 from kvreuse.methods.full_recompute import FullRecompute
 from kvreuse.methods.full_reuse import FullReuse
+from kvreuse.methods.hybrid_reuse import HybridReuse, HybridStore
 from kvreuse.methods.legolink import LegoLink
 from kvreuse.methods.map_reduce import MapReduce
 from kvreuse.methods.map_rerank import MapRerank
@@ -15,6 +16,8 @@ __all__ = [
     "ChunkReuse",
     "FullRecompute",
     "FullReuse",
+    "HybridReuse",
+    "HybridStore",
     "LegoLink",
     "MapReduce",
     "MapRerank",
