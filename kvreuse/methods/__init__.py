@@ -5,6 +5,7 @@ from kvreuse.methods.cacheblend import CacheBlend
 from kvreuse.methods.full_recompute import FullRecompute
 from kvreuse.methods.full_reuse import FullReuse
 from kvreuse.methods.funnel import Funnel
+from kvreuse.methods.hybrid_reuse import HybridReuse, HybridStore
 from kvreuse.methods.legolink import LegoLink
 from kvreuse.methods.map_reduce import MapReduce
 from kvreuse.methods.map_rerank import MapRerank
@@ -17,6 +18,8 @@ __all__ = [
     "FullRecompute",
     "FullReuse",
     "Funnel",
+    "HybridReuse",
+    "HybridStore",
     "LegoLink",
     "MapReduce",
     "MapRerank",

@@ -34,13 +34,9 @@ class Iteration:
 
 
 class Books:
-    """Everything a server knows. Not thread-safe: the server holds its lock around every call but ``compute``.
+    """Everything a server knows; ``now`` is its clock, in seconds.
 
-    Args:
-        corpus, options: the server's.
-        controller: decides.
-        engine: computes.
-        now: the clock, in seconds.
+    Not thread-safe: the server holds its lock around every call but ``compute``.
     """
 
     def __init__(

@@ -91,6 +91,7 @@ class CostProfiler:
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: measure every point at least once")
         model.check_length(alphas[-1] + betas[-1])
+        model.require_supported()
         prefill = _SuffixPrefill(model, alphas[-1], betas[-1])
         points = [(a, b) for a in alphas for b in betas]
         times: dict[tuple[int, int], list[float]] = {point: [] for point in points}

@@ -118,8 +118,7 @@ class KnowledgeTree(Segments):
         for node in match.nodes:
             if node.in_gpu:
                 continue
-            above = node.parent is None or node.parent.in_gpu
-            if not node.in_host or not above or not self._make_room(GPU, node.num_bytes):
+            if not node.in_host or not self._make_room(GPU, node.num_bytes):
                 break
             self._put(node, GPU, self.backend.to_gpu(node.kv[HOST]))
             copied += node.num_bytes
