@@ -20,8 +20,8 @@ _EXPLANATION = (
     "Mean [95% bootstrap interval over cases]; times: medians. Share: of the KL of full reuse with the same encoder "
     "that the rule removes (1 is full recompute). Budget: K/V recomputed over K/V reused, mean over layers, full "
     "layers counted, as measured. KL over full recompute's own greedy answer, nats per token; NLL of the gold answer, "
-    "nats per token. CPU: processor time of the same prefill, which other jobs on the machine disturb less than "
-    "the TTFT."
+    "nats per token. CPU: processor time of the same prefill, which other jobs on the machine disturb less than the "
+    "TTFT."
 )
 
 
