@@ -72,7 +72,7 @@ def question_attention(
 def true_deviation(
     model: ReuseModel, cache: Cache, input_ids: torch.Tensor, positions: torch.Tensor, metric: Metric, start: int = 0
 ) -> torch.Tensor:
-    """Squared deviation [L, n] of K/V at ``positions`` from a full prefill's; ``cache`` has them ``start`` further on."""
+    """Squared deviation [L, n] of K/V at ``positions`` from a full prefill's; in ``cache`` ``start`` further on."""
     _, full = model.prefill(input_ids)
     out = []
     for held, true in zip(cache.layers, full.layers, strict=True):
