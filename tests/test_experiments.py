@@ -410,7 +410,7 @@ def smoke(tmp_path_factory, model_folder):
     places = ["--out", str(folder / "results"), "--figures", str(folder / "figures")]
     arguments = ["--smoke", "--model", str(model_folder), "--dataset", "musique", "--threads", "1", *places]
     with pytest.MonkeyPatch.context() as patch:  # the other figures: tests/test_figures.py
-        patch.setattr("experiments.__main__.EXPERIMENTS", {name: EXPERIMENTS[name] for name in ("fig12", "fig13")})
+        patch.setattr("experiments.__main__.EXPERIMENTS", {name: EXPERIMENTS[name] for name in ("fig12", "fig13", "fig17")})
         assert main(["all", *arguments]) == 0
     return arguments, folder
 
@@ -418,7 +418,7 @@ def smoke(tmp_path_factory, model_folder):
 def test_smoke_writes_records_tables_and_pictures(smoke):
     _, folder = smoke
     names = {p.name for p in (folder / "figures").iterdir()}
-    for figure in ("fig12", "fig13"):
+    for figure in ("fig12", "fig13", "fig17"):
         assert {f"{figure}-toy-llama-musique-small-n2.{suffix}" for suffix in ("md", "csv", "png")} <= names
     for figure in TIMED:
         assert {f"{figure}-toy-llama.{suffix}" for suffix in ("md", "csv", "png")} <= names
