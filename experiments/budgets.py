@@ -16,19 +16,17 @@ if TYPE_CHECKING:
 class AtBudget(kr.ReuseMethod):
     """``method`` with the ratio that makes it recompute the fraction ``budget`` of the reused tokens' K/V.
 
-    Full layers are counted (`kvreuse.blend.budget`), so the ratio depends on the model's depth.
+    Full layers are counted (`kvreuse.blend.budget`), so the ratio depends on the model's depth. Where HKVD's two do not
+    fit into the budget, the check layer is left out of the count, then layer 0: what was spent is in the record.
 
     Args:
         rule: a name for tables and pictures.
         method: a `ChunkReuse` with a ``ratio``; what it has there is replaced.
-        check_free: do not count the check layer's K/V of the tokens that are not chosen there. For budgets that a
-            rule's two full layers exceed.
     """
 
     rule: str
     method: Any
     budget: float
-    check_free: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, kr.ChunkReuse) or not hasattr(self.method, "ratio"):
@@ -53,8 +51,11 @@ class AtBudget(kr.ReuseMethod):
         """The method at its ratio for ``model``."""
         fusor = self.method.fusor()
         fresh = fusor.selector is not None and fusor.selector.needs_fresh_kv
-        full_layers = (1 if self.check_free else 2) if fresh else 0
-        return replace(self.method, ratio=ratio_for_budget(self.budget, model.num_layers, fusor.schedule, full_layers))
+        full_layers = 2 if fresh else 0
+        while full_layers > self.budget * model.num_layers:
+            full_layers -= 1
+        ratio = ratio_for_budget(self.budget, model.num_layers, fusor.schedule, full_layers)
+        return replace(self.method, ratio=ratio)
 
     def encode(self, model: ReuseModel, prompt: RagPrompt, store: KVStore) -> float:
         """As the method does; seconds."""

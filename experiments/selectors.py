@@ -31,14 +31,12 @@ RULES: dict[str, Any] = {
     "Funnel 1.8, attended": kr.Funnel(start=1.8, drop="attended", question_tokens=None),
     "Funnel": kr.Funnel(),
 }
-# At 5% HKVD's two full layers are over the budget on a model of fewer than 40 layers: there its check layer is free.
 LOW, MIDDLE, HIGH = 0.05, 0.15, 0.30
 
 
 def at(rule: str, budget: float, context: str = "prefix") -> AtBudget:
     """A rule at a budget, on chunks encoded in a context."""
-    check_free = budget == LOW and rule.startswith("HKVD")
-    return AtBudget(rule, replace(RULES[rule], context=context), budget, check_free)
+    return AtBudget(rule, replace(RULES[rule], context=context), budget)
 
 
 METHODS: tuple[kr.ReuseMethod, ...] = (
