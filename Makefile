@@ -48,8 +48,8 @@ $(VENV)/.stamp-experiments: pyproject.toml $(VENV)/.stamp-torch
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml $(VENV)/.stamp-torch
-	@echo "installing kvreuse[experiments,dev] into $(VENV)"
-	@$(INSTALL) -e '.[experiments,dev]'
+	@echo "installing kvreuse[experiments,notebooks,dev] into $(VENV)"
+	@$(INSTALL) -e '.[experiments,notebooks,dev]'
 	@touch $@ $(VENV)/.stamp-experiments
 
 # PyTorch comes before all else: a plain dependency on it brings several GB of CUDA libraries to a machine

@@ -158,11 +158,11 @@ def test_question_attention_is_eager_attention_over_the_reused_cache(name, asked
 
 
 def test_question_attention_is_asked_once(model, prompt, monkeypatch):
-    from kvreuse.blend import fusor
+    from kvreuse.blend import request
 
     calls = []
-    true = fusor.question_attention
-    monkeypatch.setattr(fusor, "question_attention", lambda *a: calls.append(1) or true(*a))
+    true = request.question_attention
+    monkeypatch.setattr(request, "question_attention", lambda *a: calls.append(1) or true(*a))
     prefill(kr.Funnel(), model, prompt)
     prefill(kr.CacheBlend(selector=kr.AttendedDeviation()), model, prompt)
     assert len(calls) == 2
