@@ -16,6 +16,7 @@ from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
 from experiments.fig15a import FIG15A
 from experiments.fig15b import FIG15B
+from experiments.fig15c import FIG15C
 from experiments.fig16 import FIG16
 from experiments.fig17 import FIG17
 from experiments.options import app_for
@@ -24,7 +25,8 @@ from experiments.selectors import SELECTORS
 from experiments.selectors_thin import SELECTORS_THIN
 from experiments.timed import timed_app
 
-_ALL = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG12, FIG13, FIG15A, FIG15B, FIG16, FIG17, SELECTORS, SELECTORS_THIN)
+_INSIDE = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG15A, FIG15B, FIG15C, FIG16)
+_ALL = (*_INSIDE, FIG12, FIG13, FIG17, SELECTORS, SELECTORS_THIN)
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
 TIMED = {experiment.name: experiment for experiment in (FIG10, PIPELINING, CONTROLLER)}
 

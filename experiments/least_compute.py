@@ -1,7 +1,4 @@
-"""Figures 15a to c: the least compute that keeps the quality within a stated loss, over one swept setting.
-
-A figure of another sweep (batch size) is one more call of `least_compute_experiment`.
-"""
+"""Figures 15a to c: the least compute that keeps the quality within a stated loss, over one swept setting."""
 
 from __future__ import annotations
 
@@ -73,26 +70,40 @@ def least_compute(frame: pd.DataFrame, keeps: Callable[[pd.Series, pd.Series], b
 
 
 def draw(tables: Sequence[Table], x: str, label: str) -> Figure:
-    """TTFT of full recompute, prefix caching and the least CacheBlend, over ``x``; a panel per dataset."""
+    """TTFT of the baselines and the least CacheBlend, over ``x``; a panel per dataset.
+
+    Of a batch its share per request: the time until all first tokens are known, divided by the batch's size.
+    """
     groups = by_dataset(list(tables))
     figure, panels = new_figure(1, len(groups))
     for axes, group in zip(panels[0], groups.values(), strict=True):
         xs = [t.header[x] for t in group]
+        sizes = [t.header.get("batch_size", 1) for t in group]
         for name in ("FullRecompute", "PrefixCaching", "FullReuse"):
-            rows = [t.frame[t.frame["method"].str.startswith(f"{name}(")].iloc[0] for t in group]
+            found = [t.frame[t.frame["method"].str.startswith(f"{name}(")] for t in group]
+            if any(rows.empty for rows in found):
+                continue
+            rows = [f.iloc[0] for f in found]
             colour, marker = style_of(name)
-            axes.plot(xs, [r["ttft_s"] for r in rows], color=colour, marker=marker, label=rows[0]["label"])
+            axes.plot(
+                xs,
+                [r["ttft_s"] / n for r, n in zip(rows, sizes, strict=True)],
+                color=colour,
+                marker=marker,
+                label=rows[0]["label"],
+            )
         colour, marker = style_of("CacheBlend")
         for offset, (words, keeps, line) in zip((7, -14), CRITERIA.values(), strict=True):
             rows = [least_compute(t.frame, keeps) for t in group]
-            axes.plot(xs, [r["ttft_s"] for r in rows], line, color=colour, marker=marker, label=f"CacheBlend, {words}")
-            for at, row in zip(xs, rows, strict=True):
+            shares = [r["ttft_s"] / n for r, n in zip(rows, sizes, strict=True)]
+            axes.plot(xs, shares, line, color=colour, marker=marker, label=f"CacheBlend, {words}")
+            for at, row, share in zip(xs, rows, shares, strict=True):
                 text = f"{row['ratio']:.0%}"
                 place: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": colour}
-                axes.annotate(text, (at, row["ttft_s"]), xytext=(0, offset), **place)
+                axes.annotate(text, (at, share), xytext=(0, offset), **place)
         axes.set_title(dataset_title(group[0]), fontsize=10)
         axes.set_xlabel(label)
-        axes.set_ylabel("TTFT (s), median")
+        axes.set_ylabel("TTFT / batch size (s), median" if max(sizes) > 1 else "TTFT (s), median")
         axes.set_ylim(bottom=0)
         axes.set_xticks(xs)
         axes.margins(x=0.08)
@@ -103,7 +114,13 @@ def draw(tables: Sequence[Table], x: str, label: str) -> Figure:
 
 
 def least_compute_experiment(
-    name: str, x: str, values: Sequence[int], label: str, settings: Mapping[str, Any], cost: str
+    name: str,
+    x: str,
+    values: Sequence[int],
+    label: str,
+    settings: Mapping[str, Any],
+    cost: str,
+    methods: tuple[kr.ReuseMethod, ...] = METHODS,
 ) -> Experiment:
     """The experiment that sweeps ``x`` (a setting of `RunConfig`) over ``values``."""
     return Experiment(
@@ -111,10 +128,10 @@ def least_compute_experiment(
         shows=f"least compute that keeps the quality, by {label}.",
         section="CacheBlend 7.3",
         cost=cost,
-        methods=METHODS,
+        methods=methods,
         draw=lambda tables, paper: draw(tables, x, label),
         datasets=("2wikimqa",),
         settings={"context": "retrieve", **settings},
         sweep=tuple({x: value} for value in values),
-        smoke={"sweep": tuple({x: value} for value in values[:2]), "methods": METHODS[:5]},
+        smoke={"sweep": tuple({x: value} for value in values[:2]), "methods": methods[:5]},
     )

@@ -22,7 +22,10 @@ STORE_BYTES = "64GiB"  # a bound for one case's chunks; it never takes more than
 
 @dataclass(frozen=True)
 class Measurement:
-    """A case ready to be measured: its prompt, and how its answer is made and scored."""
+    """A case ready to be measured: its prompt, and how its answer is made and scored.
+
+    ``others``: prompts that run in one batch with it; TTFT is then that of all, what else is recorded the case's own.
+    """
 
     case: Case
     prompt: kr.RagPrompt
@@ -30,6 +33,15 @@ class Measurement:
     max_new_tokens: int
     stop: str | None
     score_tokens: int
+    others: tuple[kr.RagPrompt, ...] = ()
+
+    def prefill(self, method: kr.ReuseMethod, model: kr.ReuseModel, store: kr.KVStore) -> kr.Prefill:
+        """The prompt's result, from a batch if there are others."""
+        if not self.others:
+            return method.prefill(model, self.prompt, store)
+        if not isinstance(method, kr.ChunkReuse | kr.FullRecompute):
+            raise TypeError(f"{method!r} takes one prompt at a time: leave it out of a run with batches")
+        return method.prefill(model, [self.prompt, *self.others], store).row(0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,8 @@ def measure_case(
         kind = method.encoding
         if kind not in stores:
             stores[kind] = method.open_store() if isinstance(method, OnDevice) else kr.KVStore(STORE_BYTES)
-            encode_s[kind] = method.encode(model, measurement.prompt, stores[kind])
+            prompts = (measurement.prompt, *measurement.others)
+            encode_s[kind] = sum(method.encode(model, prompt, stores[kind]) for prompt in prompts)
     first = [m for m in methods if isinstance(m, kr.FullRecompute)]  # its answer is what the others are compared with
     rest = [m for m in methods if m not in first]
     turn = number % max(1, len(rest))
@@ -145,7 +158,7 @@ def measure(
         answer = method.answer(model, m.prompt, store, m.max_new_tokens, m.stop)
         return record | _answer_fields(answer), None
     started = time.process_time()
-    result = method.prefill(model, m.prompt, store)
+    result = m.prefill(method, model, store)
     record["cpu_s"] = time.process_time() - started
     record["nll"] = answer_nll(model.score(result, m.gold), m.gold)
     if reference is None or isinstance(method, kr.FullRecompute):
@@ -186,7 +199,7 @@ def ttft(method: kr.ReuseMethod, model: kr.ReuseModel, m: Measurement, store: kr
     """One more TTFT measurement, in seconds."""
     if not method.has_prefill:
         return method.answer(model, m.prompt, store, m.max_new_tokens, m.stop).ttft_s
-    return method.prefill(model, m.prompt, store).ttft_s
+    return m.prefill(method, model, store).ttft_s
 
 
 _UNKNOWN = ("kl", "nll", "num_reused", "num_exact", "recomputed_tokens", "hits", "misses", "budget", "cpu_s")

@@ -58,6 +58,7 @@ CLAIMS: dict[str, str] = {
     "fig08": "Consistently high rank correlation of the KV deviation between neighbouring layers (4.3).",
     "fig15a": "Similar reduction of compute at every number of chunks, at most 0.015 F1 lost (7.3).",
     "fig15b": "Similar reduction of compute at every chunk length, at most 0.015 F1 lost (7.3).",
+    "fig15c": "Compute of the prefill phase grows with the batch, and what CacheBlend saves of it, too (7.3).",
     "fig16": "With 5-18% recomputed at most 0.002 F1 or ROUGE-L lost; TTFT 4.1-6.6 times lower than full recompute, "
     "3.4-6.1 times lower than prefix caching (Yi-34B, 7.3).",
 }

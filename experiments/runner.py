@@ -6,8 +6,9 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from experiments.results import RecordWriter, partial_path, read_results
 Measure = Callable[[Sequence[kr.ReuseMethod], kr.ReuseModel, Measurement, int, int, bool], Iterable[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunConfig:
     """What a run computes; its repr is the configuration in the header, its hash part of the file's name.
 
@@ -40,6 +41,7 @@ class RunConfig:
         max_new_tokens: of an answer; the task's own limit if None.
         score_tokens: KL divergence and likelihood are taken over at most this many tokens of an answer.
         repeats: TTFT measurements per case and method; their median is recorded.
+        batch_size: each case's prompt runs in one batch with those of the cases behind it, so many in all.
         device, dtype, quantization, threads: as in `kr.load_model`; threads of PyTorch.
     """
 
@@ -61,16 +63,30 @@ class RunConfig:
     quantization: str | None = None
     threads: int | None = None
     seed: int = 0
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
         if not self.methods:
             raise ValueError("methods is empty: give at least one method to run")
         if len(set(map(repr, self.methods))) < len(self.methods):
             raise ValueError("methods has one configuration twice: each is run once per case")
-        for name in ("num_chunks", "chunk_tokens", "max_new_tokens", "score_tokens", "repeats", "threads"):
+        for name in (
+            "num_chunks",
+            "chunk_tokens",
+            "max_new_tokens",
+            "score_tokens",
+            "repeats",
+            "threads",
+            "batch_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
+
+    def __repr__(self) -> str:
+        """As a dataclass's; nothing of a batch of one, as in records from before there were others."""
+        shown = [f.name for f in fields(self) if f.name != "batch_size" or self.batch_size > 1]
+        return f"RunConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @property
     def file_name(self) -> str:
@@ -146,17 +162,24 @@ def _run_cases(
     from tqdm import tqdm
 
     warm, skipped, failed, tried = False, 0, 0, len(writer.done)
+    if len(dataset.cases) < config.batch_size:
+        raise ValueError(f"batch_size={config.batch_size}: {dataset.name} has {len(dataset.cases)} cases, too few")
     with tqdm(total=len(dataset.cases), initial=len(writer.done), desc=dataset.name, unit="case") as bar:
         for number, case in enumerate(dataset.cases):
             if case.case_id in writer.done:
                 continue
             measurement = _prepare(config, dataset, model, chunker(case), case)
-            needed = measurement.prompt.num_tokens + max(measurement.max_new_tokens, len(measurement.gold))
+            needed = _needed(measurement)
             if needed > model.max_context:
                 skipped += 1
                 reason = f"prompt and answer need {needed} tokens, {model.name} takes {model.max_context}"
                 writer.write({"case_id": case.case_id, "skipped": reason})
             else:
+                if config.batch_size > 1:
+                    behind = [*dataset.cases[number + 1 :], *dataset.cases[:number]]
+                    others = (_prepare(config, dataset, model, chunker(c), c) for c in behind)
+                    fitting = (m.prompt for m in others if _needed(m) <= model.max_context)
+                    measurement = replace(measurement, others=tuple(islice(fitting, config.batch_size - 1)))
                 # A run's first case may not fail: what breaks there breaks everywhere.
                 done = _record_case(config, model, measurement, writer, measure, number, warm, tried > 0)
                 failed, warm, tried = failed + (not done), warm or done, tried + 1
@@ -165,6 +188,11 @@ def _run_cases(
         say(f"{dataset.name}: {skipped} of {len(dataset.cases)} cases are too long for {model.name} and were skipped")
     if failed:
         say(f"{dataset.name}: {failed} cases failed; their records say why, and they are not in the tables")
+
+
+def _needed(measurement: Measurement) -> int:
+    """Tokens of prompt and answer together."""
+    return measurement.prompt.num_tokens + max(measurement.max_new_tokens, len(measurement.gold))
 
 
 def _prepare(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, chunks: list[str], case: Case) -> Measurement:
@@ -217,6 +245,7 @@ def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: 
         "chunk_tokens": config.chunk_tokens,
         "max_new_tokens": config.max_new_tokens or dataset.task.max_new_tokens,
         "score_tokens": config.score_tokens,
+        "batch_size": config.batch_size,
         "methods": [
             {"method": repr(m), "label": name, "context": getattr(m, "context", None)}
             for m, name in zip(config.methods, method_names(config.methods).values(), strict=True)

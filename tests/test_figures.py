@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,6 +16,7 @@ from experiments import fig06, fig07, least_compute, worldcup
 from experiments.__main__ import EXPERIMENTS, main
 from experiments.experiment import PRESETS, configurations
 from experiments.results import Results, read_results
+from experiments.runner import RunConfig
 from experiments.value_tables import value_table
 from kvreuse import demo
 
@@ -22,10 +24,11 @@ SETS = {
     "fig02": "musique-2wikimqa",
     "fig15a": "2wikimqa",
     "fig15b": "2wikimqa",
+    "fig15c": "2wikimqa",
     "fig03": "worldcup",
     "fig04": "worldcup",
 }
-RETRIEVING = ("fig02", "fig15a", "fig15b")
+RETRIEVING = ("fig02", "fig15a", "fig15b", "fig15c")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,6 +155,29 @@ def test_least_compute_runs_over_its_setting(run, name, swept):
     _, frame, _ = run(name)
     assert len(set(frame[f"swept_{swept}"])) == 2
     assert len(frame) == 2 * 5
+
+
+def test_a_batch_keeps_each_cases_quality(run):
+    """Rows equal single runs, so only the time differs between batch sizes."""
+    _, frame, _ = run("fig15c")
+    assert set(frame["swept_batch_size"]) == {1, 2}
+    one, two = (frame[frame["swept_batch_size"] == n].set_index("method") for n in (1, 2))
+    # fp32 rounding of the logits; a selection that hangs on it would be seen as well
+    pd.testing.assert_series_equal(one["kl"], two["kl"], atol=1e-4)
+    assert (one["num_chunks"] == two["num_chunks"]).all()
+
+
+def test_a_batch_of_one_is_not_in_a_configurations_name():
+    """Records from before there were batches keep their names."""
+    config = RunConfig("fig15c", "demo", "2wikimqa", (kr.FullRecompute(),))
+    assert repr(config) == (
+        "RunConfig(figure='fig15c', model='demo', dataset='2wikimqa', methods=(FullRecompute(),), limit=None, "
+        "small=False, data_dir=None, context='auto', num_chunks=6, chunk_tokens=512, max_new_tokens=None, "
+        "score_tokens=128, repeats=1, device=None, dtype=None, quantization=None, threads=None, seed=0)"
+    )
+    assert repr(replace(config, batch_size=2)) == repr(config)[:-1] + ", batch_size=2)"
+    with pytest.raises(ValueError, match="batch_size=0"):
+        replace(config, batch_size=0)
 
 
 def test_figure_16_has_every_ratio(run):
