@@ -410,7 +410,9 @@ def smoke(tmp_path_factory, model_folder):
     places = ["--out", str(folder / "results"), "--figures", str(folder / "figures")]
     arguments = ["--smoke", "--model", str(model_folder), "--dataset", "musique", "--threads", "1", *places]
     with pytest.MonkeyPatch.context() as patch:  # the other figures: tests/test_figures.py
-        patch.setattr("experiments.__main__.EXPERIMENTS", {name: EXPERIMENTS[name] for name in ("fig12", "fig13", "fig17")})
+        patch.setattr(
+            "experiments.__main__.EXPERIMENTS", {name: EXPERIMENTS[name] for name in ("fig12", "fig13", "fig17")}
+        )
         assert main(["all", *arguments]) == 0
     return arguments, folder
 
