@@ -93,11 +93,15 @@ def draw(tables: Sequence[Table], x: str, label: str) -> Figure:
                 label=rows[0]["label"],
             )
         colour, marker = style_of("CacheBlend")
+        labelled: set[tuple[int, float]] = set()  # where both criteria meet, one label is enough
         for offset, (words, keeps, line) in zip((7, -14), CRITERIA.values(), strict=True):
             rows = [least_compute(t.frame, keeps) for t in group]
             shares = [r["ttft_s"] / n for r, n in zip(rows, sizes, strict=True)]
             axes.plot(xs, shares, line, color=colour, marker=marker, label=f"CacheBlend, {words}")
             for at, row, share in zip(xs, rows, shares, strict=True):
+                if (at, row["ratio"]) in labelled:
+                    continue
+                labelled.add((at, row["ratio"]))
                 text = f"{row['ratio']:.0%}"
                 place: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": colour}
                 axes.annotate(text, (at, share), xytext=(0, offset), **place)
