@@ -19,7 +19,6 @@ from experiments.value_tables import value_table
 from kvreuse import demo
 
 SETS = {
-    "fig02": "musique-2wikimqa",
     "fig15a": "2wikimqa",
     "fig15b": "2wikimqa",
     "fig03": "worldcup",
@@ -151,7 +150,7 @@ def test_more_chunks_are_longer_prompts(run):
 def test_least_compute_runs_over_its_setting(run, name, swept):
     _, frame, _ = run(name)
     assert len(set(frame[f"swept_{swept}"])) == 2
-    assert len(frame) == 2 * 5
+    assert len(frame) == 2 * 4
 
 
 def test_figure_16_has_every_ratio(run):
