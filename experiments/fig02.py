@@ -72,7 +72,7 @@ FIG02 = Experiment(
     datasets=("musique", "2wikimqa"),
     settings={"context": "retrieve-own", "chunk_tokens": 128},
     sweep=tuple({"num_chunks": n} for n in (1, 2, 4, 6, 8, 12)),
-    smoke={"sweep": ({"num_chunks": 1}, {"num_chunks": 3})},
+    smoke={"sweep": ({"num_chunks": 1}, {"num_chunks": 3}), "datasets": ("musique",)},
 )
 
 if __name__ == "__main__":

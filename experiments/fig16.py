@@ -55,7 +55,7 @@ FIG16 = Experiment(
     cost="half a minute a case, SAMSum and MultiNews 1 to 2",
     methods=METHODS,
     draw=draw,
-    smoke={"methods": METHODS[:5]},
+    smoke={"methods": METHODS[:5], "datasets": ("musique", "samsum")},
 )
 
 if __name__ == "__main__":
