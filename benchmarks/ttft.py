@@ -20,21 +20,8 @@ import transformers
 from tqdm import tqdm
 
 import kvreuse as kr
-from experiments.datasets import load_dataset
+from experiments.timed import equal_chunks
 from kvreuse.results import TTFT_STAGES
-
-
-def build_prompt(model: kr.ReuseModel, num_chunks: int, chunk_tokens: int) -> tuple[kr.RagPrompt, str]:
-    """One prompt of equal chunks cut from running MuSiQue text, and where the text comes from."""
-    dataset = load_dataset("musique", limit=20)
-    case, task = dataset.cases[0], dataset.task
-    text = " ".join(document.text for c in dataset.cases for document in c.documents)
-    tokens = model.tokenize(text)
-    needed = num_chunks * chunk_tokens
-    tokens = tokens.repeat(-(-needed // tokens.numel()))[:needed]
-    question = f"Question: {case.question}\nAnswer:"
-    frame = kr.RagPrompt.from_texts(model, system=task.system, chunks=["-"], question=question)
-    return kr.RagPrompt(frame.prefix, list(tokens.split(chunk_tokens)), frame.question), dataset.source
 
 
 def methods(ratio: float) -> list[kr.ReuseMethod]:
@@ -68,7 +55,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
 
     model = kr.load_model(args.model, device=args.device)
-    prompt, source = build_prompt(model, args.chunks, args.chunk_tokens)
+    prompt, source = equal_chunks(model, args.chunks, args.chunk_tokens)
     store = kr.KVStore("8GiB")
     timed = methods(args.ratio)
     for method in tqdm(timed, desc="encoding and warm-up", leave=False):

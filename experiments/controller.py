@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 import kvreuse as kr
+from experiments.environment import scratch_folder
 from experiments.plotting import STYLES
 from experiments.profiled import profile_of, profile_record
 from experiments.results import Results
-from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, scratch_folder, timed_app
+from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, timed_app
 from kvreuse.store.profile import DeviceProfile
 from kvreuse.store.profiling import profile_device
 

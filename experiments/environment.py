@@ -6,12 +6,18 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 import kvreuse
+from kvreuse import demo
 
 
 def versions() -> dict[str, str]:
@@ -36,6 +42,30 @@ def command_line() -> str:
         return shlex.join([script.name, *sys.argv[1:]])
     module = "experiments" if script.stem == "__main__" else f"experiments.{script.stem}"
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def origin(name: str, model: kvreuse.ReuseModel) -> dict[str, Any]:
+    """Model, machine, versions, commit, date and command: the end of every header."""
+    return {
+        "model": name,
+        "fingerprint": model.fingerprint(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "commit": COMMIT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+    }
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder on a disk (the user's cache, not /tmp, which may be memory), removed afterwards."""
+    demo.cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="scratch-", dir=demo.cache_folder()) as folder:
+        yield Path(folder)
 
 
 def _git(*arguments: str) -> str | None:

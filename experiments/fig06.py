@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import kvreuse as kr
 from experiments.experiment import Experiment
-from experiments.inside import encoder_words, recording, rounded
+from experiments.inside import encoder_panels, recording, rounded
 from experiments.options import app_for
-from experiments.plotting import band, dataset_title, legend_below, new_figure, tidy
+from experiments.plotting import band, legend_below, new_figure
 from experiments.results import Results
 from experiments.value_tables import Record, ValueTable, value_table
 
@@ -81,19 +81,15 @@ def draw(tables: list[ValueTable], paper: bool) -> Figure:
     """A row of panels per dataset, a column per encoder."""
     import pandas as pd
 
-    contexts = [c for c in CONTEXTS if (tables[0].frame["context"] == c).any()]
-    figure, panels = new_figure(len(tables), len(contexts))
-    for row, table in zip(panels, tables, strict=True):
-        for axes, context in zip(row, contexts, strict=True):
-            frame = table.frame[table.frame["context"] == context]
-            reuse = frame[frame["rule"] == "full reuse"]
-            for rule, (_, colour, marker) in RULES.items():
-                line = pd.concat([reuse, frame[frame["rule"] == rule].sort_values("ratio")])
-                band(axes, line["ratio"], line, "deviation", color=colour, marker=marker, label=rule)
-            axes.set_title(f"{dataset_title(table)}\nchunks encoded {encoder_words(context)}", fontsize=10)
-            axes.set_xlabel("recompute ratio (0 is full reuse)")
-            axes.set_ylim(bottom=0)
-            tidy(axes)
+    figure, panels = new_figure(len(tables), tables[0].frame["context"].nunique())
+    for axes, frame in encoder_panels(panels, tables):
+        reuse = frame[frame["rule"] == "full reuse"]
+        for rule, (_, colour, marker) in RULES.items():
+            line = pd.concat([reuse, frame[frame["rule"] == rule].sort_values("ratio")])
+            band(axes, line["ratio"], line, "deviation", color=colour, marker=marker, label=rule)
+        axes.set_xlabel("recompute ratio (0 is full reuse)")
+        axes.set_ylim(bottom=0)
+    for row in panels:
         row[0].set_ylabel("attention deviation\n(L2, mean over layers)")
     figure.suptitle(f"{tables[0].header['model']}: attention deviation against recompute ratio", fontsize=11)
     legend_below(figure)

@@ -12,9 +12,9 @@ import torch
 
 import kvreuse as kr
 from experiments.experiment import Experiment
-from experiments.inside import encoder_words, number, recording, rounded
+from experiments.inside import encoder_panels, number, recording, rounded
 from experiments.options import app_for
-from experiments.plotting import dataset_title, legend_below, log_axis, new_figure, tidy
+from experiments.plotting import legend_below, log_axis, new_figure
 from experiments.results import Results
 from experiments.value_tables import Record, ValueTable, value_table
 
@@ -60,20 +60,18 @@ def draw(tables: list[ValueTable], paper: bool) -> Figure:
     from matplotlib import colormaps
 
     figure, panels = new_figure(len(tables), 2, sharex=True, sharey=True)
-    for row, table in zip(panels, tables, strict=True):
-        for axes, (context, frame) in zip(row, table.frame.groupby("context", sort=True), strict=True):
-            layers = sorted(frame["layer"])
-            shown = sorted({layers[round(i * (len(layers) - 1) / 4)] for i in range(5)})
-            for place, layer in enumerate(shown):
-                line = frame[frame["layer"] == layer].iloc[0]
-                colour = colormaps["cividis"](place / max(1, len(shown) - 1) * 0.9)
-                axes.plot([line[f"q{level:g}"] for level in LEVELS], LEVELS, color=colour, label=f"layer {layer}")
-            axes.axhline(0.85, color="#D55E00", linewidth=1, linestyle=":", label="above: the top 15%")
-            axes.axvline(1.0, color="#777777", linewidth=0.8, linestyle="--", label="the layer's mean")
-            log_axis(axes)
-            axes.set_title(f"{dataset_title(table)}\nchunks encoded {encoder_words(str(context))}", fontsize=10)
-            axes.set_xlabel("KV deviation by the layer's mean (L2, log scale)")
-            tidy(axes)
+    for axes, frame in encoder_panels(panels, tables):
+        layers = sorted(frame["layer"])
+        shown = sorted({layers[round(i * (len(layers) - 1) / 4)] for i in range(5)})
+        for place, layer in enumerate(shown):
+            line = frame[frame["layer"] == layer].iloc[0]
+            colour = colormaps["cividis"](place / max(1, len(shown) - 1) * 0.9)
+            axes.plot([line[f"q{level:g}"] for level in LEVELS], LEVELS, color=colour, label=f"layer {layer}")
+        axes.axhline(0.85, color="#D55E00", linewidth=1, linestyle=":", label="above: the top 15%")
+        axes.axvline(1.0, color="#777777", linewidth=0.8, linestyle="--", label="the layer's mean")
+        log_axis(axes)
+        axes.set_xlabel("KV deviation by the layer's mean (L2, log scale)")
+    for row in panels:
         row[0].set_ylabel("share of tokens below (CDF)")
     figure.suptitle(f"{tables[0].header['model']}: distribution of KV deviation on a layer", fontsize=11)
     legend_below(figure)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import kvreuse as kr
 from experiments.experiment import Experiment
-from experiments.inside import encoder_words, number, recording, rounded
+from experiments.inside import encoder_panels, number, recording, rounded
 from experiments.options import app_for
-from experiments.plotting import band, dataset_title, legend_below, new_figure, tidy
+from experiments.plotting import band, legend_below, new_figure
 from experiments.results import Results
 from experiments.value_tables import Record, ValueTable, value_table
 from kvreuse.record.rank import spearman
@@ -54,18 +54,16 @@ def tabulate(results: Results) -> ValueTable | None:
 def draw(tables: list[ValueTable], paper: bool) -> Figure:
     """A row of panels per dataset, a column per encoder."""
     figure, panels = new_figure(len(tables), 2, sharey=True)
-    for row, table in zip(panels, tables, strict=True):
-        for axes, (context, frame) in zip(row, table.frame.groupby("context", sort=True), strict=True):
-            line = frame.sort_values("layer")
-            for name, (label, colour, marker) in LINES.items():
-                # the pair (l - 1, l) stands at l - 1 in the paper's sense: each layer with its next one
-                x = line["layer"] - 1 if name == "neighbour" else line["layer"]
-                band(axes, x, line, name, color=colour, marker=marker, label=label)
-            axes.axhline(0, color="#777777", linewidth=0.8)
-            axes.set_ylim(min(-0.05, float(line["check_low"].min()) - 0.05), 1.02)
-            axes.set_title(f"{dataset_title(table)}\nchunks encoded {encoder_words(str(context))}", fontsize=10)
-            axes.set_xlabel("layer")
-            tidy(axes)
+    for axes, frame in encoder_panels(panels, tables):
+        line = frame.sort_values("layer")
+        for name, (label, colour, marker) in LINES.items():
+            # the pair (l - 1, l) stands at l - 1 in the paper's sense: each layer with its next one
+            x = line["layer"] - 1 if name == "neighbour" else line["layer"]
+            band(axes, x, line, name, color=colour, marker=marker, label=label)
+        axes.axhline(0, color="#777777", linewidth=0.8)
+        axes.set_ylim(min(-0.05, float(line["check_low"].min()) - 0.05), 1.02)
+        axes.set_xlabel("layer")
+    for row in panels:
         row[0].set_ylabel("Spearman correlation of KV deviation")
     figure.suptitle(f"{tables[0].header['model']}: rank correlation of KV deviation between layers", fontsize=11)
     legend_below(figure)

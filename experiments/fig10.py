@@ -9,10 +9,11 @@ import warnings
 from typing import TYPE_CHECKING
 
 import kvreuse as kr
+from experiments.environment import scratch_folder
 from experiments.plotting import STYLES
 from experiments.profiled import DEVICES, MEMORY_PRICE, profile_of, profile_record
 from experiments.results import Results
-from experiments.timed import Records, TimedConfig, TimedExperiment, scratch_folder, timed_app
+from experiments.timed import Records, TimedConfig, TimedExperiment, timed_app
 from kvreuse.store.controller import Formula
 
 if TYPE_CHECKING:

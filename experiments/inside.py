@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvreuse as kr
 from experiments.measure import STORE_BYTES, Measurement, method_names
+from experiments.plotting import dataset_title, tidy
 from experiments.runner import Measure
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from experiments.value_tables import ValueTable
 
 Fields = Callable[[kr.Recording, kr.Prefill], dict[str, Any]]
 
@@ -63,6 +70,15 @@ def rounded(values: Any, digits: int = 4) -> Any:
 def number(value: float | None) -> float:
     """A recorded number; None is NaN."""
     return float("nan") if value is None else float(value)
+
+
+def encoder_panels(panels: Any, tables: Sequence[ValueTable]) -> Iterator[tuple[Axes, pd.DataFrame]]:
+    """Each panel and its rows (a row of panels per dataset, a column per encoder), titled and tidied once drawn."""
+    for row, table in zip(panels, tables, strict=True):
+        for axes, (context, frame) in zip(row, table.frame.groupby("context", sort=True), strict=True):
+            yield axes, frame
+            axes.set_title(f"{dataset_title(table)}\nchunks encoded {encoder_words(str(context))}", fontsize=10)
+            tidy(axes)
 
 
 def encoder_words(context: str) -> str:

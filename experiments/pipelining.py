@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 import kvreuse as kr
+from experiments.environment import scratch_folder
 from experiments.plotting import STYLES
 from experiments.results import Results
-from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, scratch_folder, timed_app
+from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, timed_app
 
 if TYPE_CHECKING:
     import pandas as pd

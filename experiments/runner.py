@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import kvreuse as kr
 from experiments.contexts import make_chunker, resolve_context
 from experiments.datasets import Case, Dataset, load_dataset
-from experiments.environment import COMMIT, command_line, processor, versions
+from experiments.environment import origin
 from experiments.measure import Measurement, gold_ids, measure_case, method_names
 from experiments.results import RecordWriter, partial_path, read_results
 
@@ -250,14 +249,5 @@ def _header(config: RunConfig, dataset: Dataset, model: kr.ReuseModel, context: 
             {"method": repr(m), "label": name, "context": getattr(m, "context", None)}
             for m, name in zip(config.methods, method_names(config.methods).values(), strict=True)
         ],
-        "model": config.model,
-        "fingerprint": model.fingerprint(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "commit": COMMIT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command_line(),
+        **origin(config.model, model),
     }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import kvreuse as kr
+from experiments.environment import scratch_folder
 from experiments.profiled import Device
-from kvreuse import demo
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,10 +42,9 @@ class OnDevice(kr.ReuseMethod):
         """An empty store on the device, in a folder that goes with it."""
         if self.device is None:
             return kr.KVStore("64GiB")
-        demo.cache_folder().mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="scratch-", dir=demo.cache_folder())
-        store = kr.KVStore(None, self.device.at(Path(folder.name)))
-        weakref.finalize(store, folder.cleanup)
+        folder = ExitStack()
+        store = kr.KVStore(None, self.device.at(folder.enter_context(scratch_folder())))
+        weakref.finalize(store, folder.close)
         return store
 
     def encode(self, model: kr.ReuseModel, prompt: kr.RagPrompt, store: kr.KVStore) -> float:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +14,10 @@ import torch
 
 import kvreuse as kr
 from experiments.datasets import load_dataset
-from experiments.environment import COMMIT, command_line, processor, versions
+from experiments.environment import origin
 from experiments.options import HERE, fail
 from experiments.results import RecordWriter, Results, find_results, read_results
 from experiments.runner import say
-from kvreuse import demo
 
 try:
     import typer
@@ -122,14 +118,6 @@ def prompt_of(config: TimedConfig, model: kr.ReuseModel, num_chunks: int | None 
     return equal_chunks(model, num_chunks or config.num_chunks, config.chunk_tokens, config.dataset, data_dir)[0]
 
 
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder on a disk (the user's cache, not /tmp, which may be memory), removed afterwards."""
-    demo.cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="scratch-", dir=demo.cache_folder()) as folder:
-        yield Path(folder)
-
-
 def run_timed(experiment: TimedExperiment, config: TimedConfig, folder: Path, force: bool = False) -> Path:
     """Measure, unless the records are there. An interrupted run leaves its whole rounds, and is begun anew."""
     path = folder / config.file_name
@@ -154,16 +142,7 @@ def _header(config: TimedConfig, model: kr.ReuseModel) -> dict[str, Any]:
         "num_chunks": config.num_chunks,
         "chunk_tokens": config.chunk_tokens,
         "repeats": config.repeats,
-        "model": config.model,
-        "fingerprint": model.fingerprint(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "commit": COMMIT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command_line(),
+        **origin(config.model, model),
     }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from kvreuse import compat
 
@@ -110,6 +110,11 @@ class ChunkKV:
     def close(self) -> None:
         """Nothing to let go of."""
 
+    def part(self, start: int, stop: int) -> ChunkKV:
+        """Tokens ``start .. stop`` of it, copied."""
+        keys, values = (tuple(t[:, :, start:stop].clone() for t in side) for side in (self.keys, self.values))
+        return ChunkKV(self.ids[start:stop].clone(), self.start + start, keys, values, self.long_rope)
+
     def to(self, device: torch.device | str) -> ChunkKV:
         """On another device; the same object where it is there already."""
         keys = tuple(k.to(device) for k in self.keys)
@@ -193,7 +198,12 @@ def encode_chunk(
         positions = torch.cat([positions, positions.new_tensor([model.long_rope_length - 1])])
     cache = DynamicCache()
     compat.run_decoder(model.hf, joined[None], positions[None], cache)
-    behind = slice(context.numel(), context.numel() + ids.numel())
-    keys = tuple(layer.keys[:, :, behind].clone() for layer in cache.layers)
-    values = tuple(layer.values[:, :, behind].clone() for layer in cache.layers)
-    return ChunkKV(ids.clone(), start, keys, values, long_rope)
+    return replace(cut_out(cache, ids, context.numel(), long_rope), start=start)
+
+
+def cut_out(cache: Cache, ids: torch.Tensor, place: int, long_rope: bool) -> ChunkKV:
+    """K/V of ``ids`` [T], which stand at ``place`` in a prefilled cache, copied."""
+    part = slice(place, place + ids.numel())
+    keys = tuple(layer.keys[:, :, part].clone() for layer in cache.layers)
+    values = tuple(layer.values[:, :, part].clone() for layer in cache.layers)
+    return ChunkKV(ids.clone(), place, keys, values, long_rope)

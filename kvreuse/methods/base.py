@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar, overload
-
-import torch
 
 from kvreuse.blend.fusor import Fusor, blend_batch
 from kvreuse.blend.plan import Segment, chunk_segments, look_up
@@ -205,34 +203,44 @@ class ChunkReuse(ReuseMethod):
         by_prompt = [self.segments(model, one) for one in prompts]
         found = look_up([s for own in by_prompt for s in own], fingerprint, store)
         requests: list[Request] = []
-        try:
+        with closing(found):
             left = iter(found)
             for one, own in zip(prompts, by_prompt, strict=True):
                 segments = [next(left) for _ in own]
                 requests.append(Request(self.request_fusor(model, one, segments, fingerprint), one, segments))
             timer.mark("lookup_s")
             result = blend_batch(model, requests, timer, pipelined, store.promotes)
-            if result.read_layers and any(result.read_layers):
-                known = [s for r in requests for s in r.segments]
-                timer.stages["promote_s"] = _promote(known, fingerprint, store, result.read_layers)
-            result.read_layers = None
-        finally:
-            for segment in found:
-                if segment.stored is not None:
-                    segment.stored.close()
+            promote_read([s for r in requests for s in r.segments], fingerprint, store, result, timer.stages)
         missing = [s for r in requests for s in r.segments if s.stored is None]
         if missing:
             timer.stages["encode_s"] = encode_missing(model, missing, store)
         return result.row(0) if isinstance(prompt, RagPrompt) else result
 
 
-def _promote(
-    segments: list[Segment], fingerprint: str, store: KVStore, layers: list[dict[int, list[torch.Tensor]]]
-) -> float:
-    """Keep in memory what was read from disk; seconds."""
-    started = time.perf_counter()
-    for segment, known in zip(segments, layers, strict=True):
-        if known and segment.stored is not None:
-            with suppress(LostEntryError):
-                store.promote(segment.key(fingerprint), segment.stored, known)
-    return time.perf_counter() - started
+def promote_read(
+    segments: list[Segment],
+    fingerprint: str,
+    store: KVStore,
+    result: Prefill | BatchPrefill,
+    stages: dict[str, float],
+) -> None:
+    """Keep in memory what was read from disk (stage ``promote_s``, behind the first token)."""
+    if result.read_layers and any(result.read_layers):
+        started = time.perf_counter()
+        for segment, known in zip(segments, result.read_layers, strict=True):
+            if known and segment.stored is not None:
+                with suppress(LostEntryError):
+                    store.promote(segment.key(fingerprint), segment.stored, known)
+        stages["promote_s"] = time.perf_counter() - started
+    result.read_layers = None
+
+
+@contextmanager
+def closing(segments: list[Segment]) -> Iterator[None]:
+    """Close what the segments hold open, also after an error."""
+    try:
+        yield
+    finally:
+        for segment in segments:
+            if segment.stored is not None:
+                segment.stored.close()

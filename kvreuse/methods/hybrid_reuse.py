@@ -11,8 +11,7 @@ from kvreuse.blend.plan import Segment, chunk_segments, look_up
 from kvreuse.blend.schedule import Schedule
 from kvreuse.blend.selectors import Selector
 from kvreuse.kv import ChunkEncoder, EncoderContext
-from kvreuse.methods.base import ReuseMethod, check_types, encode_missing
-from kvreuse.methods.base import _promote as promote_read
+from kvreuse.methods.base import ReuseMethod, check_types, closing, encode_missing, promote_read
 from kvreuse.methods.cacheblend import CacheBlend
 from kvreuse.prompt import RagPrompt
 from kvreuse.ragcache.kv import TreeCache
@@ -73,13 +72,14 @@ class HybridReuse(ReuseMethod):
         store = self._check(model, prompt, store)
         if not store.tree.serves(prompt):
             return self._blend().prefill(model, prompt, store.chunks)
+        fingerprint = model.fingerprint()
         timer = StageTimer(model.device)
         match = store.tree.acquire(prompt)
         try:
             store.tree.tree.promote(match)
-            segments = self._segments(model, prompt, store, match)
+            segments = self._segments(model, prompt, store, match, fingerprint)
             timer.mark("lookup_s")
-            result = self._fuse(model, prompt, store, segments, timer)
+            result = self._fuse(model, prompt, store, segments, fingerprint, timer)
             started = time.perf_counter()
             self._learn(prompt, store.tree, match, segments, result)
             store.tree.tree.update(match, prompt.question.numel())
@@ -96,28 +96,30 @@ class HybridReuse(ReuseMethod):
     def _blend(self) -> CacheBlend:
         return CacheBlend(self.ratio, self.schedule, self.metric, self.context, self.selector)
 
-    def _segments(self, model: ReuseModel, prompt: RagPrompt, store: HybridStore, match: Match) -> list[Segment]:
+    def _segments(
+        self, model: ReuseModel, prompt: RagPrompt, store: HybridStore, match: Match, fingerprint: str
+    ) -> list[Segment]:
         """The tree's segments as far as its match goes, chunks as the store has them behind it."""
         exact = [s for s in store.tree.segments(prompt, match) if s.stored is not None]
         chunks = chunk_segments(model, prompt, ChunkEncoder(self.context))[len(exact) :]
         if store.chunks.kv_dtype is not None:  # compressed K/V are never exact
             chunks = [replace(s, exact=False) for s in chunks]
-        return exact + look_up(chunks, model.fingerprint(), store.chunks)
+        return exact + look_up(chunks, fingerprint, store.chunks)
 
     def _fuse(
-        self, model: ReuseModel, prompt: RagPrompt, store: HybridStore, segments: list[Segment], timer: StageTimer
+        self,
+        model: ReuseModel,
+        prompt: RagPrompt,
+        store: HybridStore,
+        segments: list[Segment],
+        fingerprint: str,
+        timer: StageTimer,
     ) -> Prefill:
         """Blend; chunks that were read from disk are kept in memory, as `ChunkReuse` does."""
-        fingerprint, chunks = model.fingerprint(), store.chunks
-        try:
+        chunks = store.chunks
+        with closing(segments):
             result = self._blend().fusor().prefill(model, prompt, segments, timer, promote=chunks.promotes)
-            if result.read_layers and any(result.read_layers):
-                result.trace.stages["promote_s"] = promote_read(segments, fingerprint, chunks, result.read_layers)
-            result.read_layers = None
-        finally:
-            for segment in segments:
-                if segment.stored is not None:
-                    segment.stored.close()
+            promote_read(segments, fingerprint, chunks, result, result.trace.stages)
         return result
 
     def _learn(

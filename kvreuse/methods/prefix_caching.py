@@ -11,7 +11,7 @@ import torch
 
 from kvreuse.blend.fusor import Fusor
 from kvreuse.blend.plan import Segment
-from kvreuse.kv import ChunkKV, encode_chunk
+from kvreuse.kv import cut_out, encode_chunk
 from kvreuse.methods.base import ReuseMethod, check_types
 from kvreuse.prefix.block_cache import BlockPrefixCache
 from kvreuse.prefix.blocks import BlockMatch, JoinedBlocks
@@ -59,7 +59,7 @@ class PrefixCaching(ReuseMethod):
             try:
                 if match.num_tokens < ids.numel():
                     encoded = encode_chunk(model, ids[:0], ids, 0, model.long_rope(prompt.num_tokens))
-                    match = cache.insert(match, ids, lambda start, stop: _cut(encoded, start, stop))
+                    match = cache.insert(match, ids, encoded.part)
             finally:
                 cache.release(match)
             if match.num_tokens < ids.numel() or not all(key in cache for key in match.keys):
@@ -82,7 +82,7 @@ class PrefixCaching(ReuseMethod):
             result.trace.hits, result.trace.misses = _count(prompt, match.num_tokens)
             if self.insert:
                 started = time.perf_counter()
-                match = cache.insert(match, ids, lambda a, b: _cut_out(result, ids[a:b], a, long_rope))
+                match = cache.insert(match, ids, lambda a, b: cut_out(result.cache, ids[a:b], a, long_rope))
                 result.trace.stages["encode_s"] = time.perf_counter() - started
         finally:
             cache.release(match)
@@ -109,17 +109,3 @@ def _count(prompt: RagPrompt, num_tokens: int) -> tuple[int, int]:
     starts = ([0] if prompt.prefix.numel() else []) + prompt.chunk_starts
     hits = sum(start < num_tokens for start in starts)
     return hits, len(starts) - hits
-
-
-def _cut(kv: ChunkKV, start: int, stop: int) -> ChunkKV:
-    keys, values = (tuple(t[:, :, start:stop].clone() for t in side) for side in (kv.keys, kv.values))
-    return ChunkKV(kv.ids[start:stop].clone(), start, keys, values, kv.long_rope)
-
-
-def _cut_out(result: Prefill, ids: torch.Tensor, start: int, long_rope: bool) -> ChunkKV:
-    """A block's exact K/V out of a prefilled prompt."""
-    part = slice(start, start + ids.numel())
-    keys, values = (
-        tuple(getattr(layer, side)[:, :, part].clone() for layer in result.cache.layers) for side in ("keys", "values")
-    )
-    return ChunkKV(ids.clone(), start, keys, values, long_rope)

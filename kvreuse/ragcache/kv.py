@@ -11,7 +11,7 @@ import torch
 from kvreuse.blend.fusor import Fusor
 from kvreuse.blend.plan import Segment
 from kvreuse.errors import IntegrityError
-from kvreuse.kv import ChunkKV
+from kvreuse.kv import ChunkKV, cut_out
 from kvreuse.ragcache.node import Document, Match
 from kvreuse.ragcache.policies import Policy
 from kvreuse.ragcache.segments import CostFunction, MakePayload
@@ -165,12 +165,8 @@ class TreeCache:
             bounds.append(bounds[-1] + ids.numel())
 
         def cut(index: int) -> ChunkKV:
-            part = slice(bounds[index], bounds[index + 1])
-            keys, values = (
-                tuple(getattr(layer, side)[:, :, part].clone() for layer in result.cache.layers)
-                for side in ("keys", "values")
-            )
-            return ChunkKV(prompt.input_ids[part], part.start, keys, values, self.long_rope)
+            start, stop = bounds[index], bounds[index + 1]
+            return cut_out(result.cache, prompt.input_ids[start:stop], start, self.long_rope)
 
         return cut
 
