@@ -46,9 +46,13 @@ DEVICES = (
 )
 
 
-def profile_record(controller: kr.LoadingController) -> dict[str, Any]:
-    """A profile as a record."""
-    return {"case_id": "profile", "method": "profile", "profile": controller.to_json()}
+def profile_record(controller: kr.LoadingController, number: int | None = None) -> dict[str, Any]:
+    """A profile as a record, of one round if its ``number`` is given."""
+    return {
+        "case_id": "profile" if number is None else f"round-{number}",
+        "method": "profile",
+        "profile": controller.to_json(),
+    }
 
 
 def profile_of(results: Results) -> kr.LoadingController:

@@ -65,9 +65,10 @@ class LoadingController(Measured):
         Args:
             lengths: prompts' tokens; those above the model's context are left out.
             ratios: recompute ratios.
-            repeats: interleaved rounds behind one that warms up, at most two of full prefill; medians are kept.
+            repeats: interleaved rounds, at most two of full prefill; medians are kept.
             memory_price_per_gb_month: makes main memory one of the devices, named "memory".
-            settings: ``kv_dtype`` of the store, ``chunk_tokens``; ``min_ratio``, ``formula``, ``context`` as above.
+            settings: ``warm_up`` rounds before them (1); ``kv_dtype`` of the store, ``chunk_tokens``; ``min_ratio``,
+                ``formula``, ``context`` as above.
         """
         from kvreuse.store.profiling import profile_all
 

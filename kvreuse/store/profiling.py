@@ -60,11 +60,12 @@ def profile_all(
     *,
     kv_dtype: KVDtype | None = None,
     chunk_tokens: int = 512,
+    warm_up: int = 1,
 ) -> tuple[ModelProfile, tuple[DeviceProfile, ...]]:
     """Profiles of the model and of the devices (`LoadingController.profile`)."""
-    if repeats < 1 or chunk_tokens < 1:
-        raise ValueError(f"repeats={repeats}, chunk_tokens={chunk_tokens}: give at least 1")
-    measured = profile_model(model, lengths, ratios, repeats, kv_dtype, chunk_tokens)
+    if repeats < 1 or chunk_tokens < 1 or warm_up < 0:
+        raise ValueError(f"repeats={repeats}, chunk_tokens={chunk_tokens}, warm_up={warm_up}: give 1, 1 and 0 or more")
+    measured = profile_model(model, lengths, ratios, repeats, kv_dtype, chunk_tokens, warm_up)
     found = [profile_device(model, device, repeats, kv_dtype, chunk_tokens) for device in devices]
     if memory_price_per_gb_month is not None:
         rate = _memory_bytes_per_s(model, repeats, chunk_tokens)
@@ -79,6 +80,7 @@ def profile_model(
     repeats: int = 3,
     kv_dtype: KVDtype | None = None,
     chunk_tokens: int = 512,
+    warm_up: int = 1,
 ) -> ModelProfile:
     """Full reuse and blends of random tokens, and full prefill by itself, in interleaved rounds; medians.
 
@@ -100,13 +102,13 @@ def profile_model(
     taken: dict[tuple[int, int], list[Prefill]] = {}
     for prompt in prompts:
         methods[1].encode(model, prompt, store)
-    for number in range(-1, repeats):
+    for number in range(-warm_up, repeats):
         for which, at in [(w, a) for a in range(len(prompts)) for w in range(1, len(methods))]:
             result = methods[which].prefill(model, prompts[at], store)
             if number >= 0:
                 result.cache = None  # only its times are kept
                 taken.setdefault((which, at), []).append(result)
-    for number in range(-1, min(repeats, 2)):
+    for number in range(-warm_up, min(repeats, 2)):
         for at, prompt in enumerate(prompts[: 1 if number < 0 else None]):
             result = methods[0].prefill(model, prompt, store)
             result.cache = None
