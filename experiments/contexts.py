@@ -55,6 +55,15 @@ def make_chunker(
     return _retriever(dataset.cases, model, num_chunks, chunk_tokens, seed)
 
 
+def cutting(chunker: Chunker, model: ReuseModel, num_tokens: int) -> Chunker:
+    """The chunker's chunks, cut to their first ``num_tokens`` tokens."""
+
+    def cut(case: Case) -> list[str]:
+        return [model.decode(model.tokenize(text)[:num_tokens]).strip() for text in chunker(case)]
+
+    return cut
+
+
 def _pieces(case: Case, model: ReuseModel, chunk_tokens: int) -> list[str]:
     """Every document of the case, cut where it is longer than ``chunk_tokens``."""
     from kvreuse.retrieval import split_text
