@@ -1,25 +1,25 @@
 """The server over the 2Wiki corpus: real questions, its model thread killed and its GPU lost once each.
 
     OMP_NUM_THREADS=1 python -m benchmarks.server [--questions 500] [--rate 0.5] [--threads 1]
-    OMP_NUM_THREADS=1 python -m benchmarks.server --model tiny --questions 12000 --pool 1000 --rate 40
+    OMP_NUM_THREADS=1 python -m benchmarks.server --model tiny --embedder words --questions 12000 --pool 1000 --rate 60
 
 Poisson arrivals; with ``--pool`` questions are drawn from so many with probability proportional to 1 / rank^skew, as
 users ask some things more often, else all differ. Passages are cut to ``--doc-tokens`` tokens and answers to
 ``--max-new-tokens``, so that two CPU cores bear the load; the tiers are small, so that both evict. Checked at the end:
 every request answered exactly once, none lost; a sample of the answers against full recompute; the process's memory
 from quarter to quarter. ``--model tiny`` is a random-weight model of two layers: thousands of requests in minutes,
-which is what shows whether memory stays flat. Its questions are embedded beforehand.
+which is what shows whether memory stays flat; with ``--embedder words`` no embedding model runs either.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import random
-import statistics
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,40 +28,15 @@ import numpy as np
 import torch
 
 import kvreuse as kr
-from benchmarks.wiki import embed_cached, load_questions, load_wiki
+from benchmarks.memory import MemorySampler, resident_mib, trim
+from benchmarks.wiki import load_questions, load_wiki, wiki_texts
 from kvreuse.ragcache.corpus import Corpus, Retriever
 from kvreuse.ragcache.index import IVFStages
 from kvreuse.ragcache.kv import TreeCache
 from kvreuse.ragcache.profiler import CostProfiler
 from kvreuse.ragcache.server import RagServer
 from kvreuse.ragcache.serving_types import ServedAnswer, ServerOptions
-from kvreuse.retrieval import Embedder
-
-
-def resident_mib() -> float:
-    """Memory of this process that is in RAM, MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-class MemorySampler(threading.Thread):
-    """Samples (seconds, MiB) every few seconds."""
-
-    def __init__(self, interval_s: float = 2.0) -> None:
-        super().__init__(daemon=True)
-        self.samples: list[tuple[float, float]] = []
-        self._interval_s, self._done = interval_s, threading.Event()
-        self._since = time.monotonic()
-
-    def run(self) -> None:
-        """Until `stop`."""
-        while not self._done.wait(self._interval_s):
-            self.samples.append((time.monotonic() - self._since, resident_mib()))
-
-    def stop(self) -> None:
-        """End sampling."""
-        self._done.set()
-        self.join()
+from kvreuse.retrieval import Embedder, Embeds
 
 
 def cut(model: kr.ReuseModel, text: str, num_tokens: int) -> str:
@@ -88,15 +63,18 @@ def tiny_model() -> kr.ReuseModel:
     return kr.ReuseModel(AutoModelForCausalLM.from_config(config).eval(), tokenizer, name="tiny")
 
 
-class StoredEmbeddings:
-    """Embeddings of known texts."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._rows = dict(zip(texts, torch.from_numpy(embed_cached(texts, "questions")), strict=True))
+class HashedWords:
+    """Embeds a text as the sum of its words' random vectors: microseconds a question, shared words are near."""
 
     def encode(self, texts: Sequence[str], progress: bool = False) -> torch.Tensor:
-        """Rows [len(texts), dim]."""
-        return torch.stack([self._rows[text] for text in texts])
+        """Rows [len(texts), 64] of length 1."""
+        rows = torch.stack([sum((self._word(w) for w in t.lower().split()), torch.zeros(64)) for t in texts])
+        return torch.nn.functional.normalize(rows)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=50_000)
+    def _word(word: str) -> torch.Tensor:
+        return torch.randn(64, generator=torch.Generator().manual_seed(zlib.crc32(word.encode())))
 
 
 def drawn(pool: list[str], count: int, skew: float, seed: int) -> list[str]:
@@ -178,6 +156,7 @@ def main() -> None:
     """Serve, check, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, a hub id, a folder, or tiny: random weights")
+    parser.add_argument("--embedder", default="demo", choices=("demo", "words"), help="words: hashed words, no model")
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--pool", type=int, help="draw the questions from so many; default: all differ")
     parser.add_argument("--skew", type=float, default=1.0, help="of that draw: 1 / rank^skew")
@@ -198,11 +177,13 @@ def main() -> None:
 
     tiny = args.model == "tiny"
     model = tiny_model() if tiny else kr.load_model(args.model)
-    wiki, pool = load_wiki(), load_questions(args.pool or args.questions)
+    texts, pool = wiki_texts(), load_questions(args.pool or args.questions)
     questions = drawn(pool, args.questions, args.skew, seed=0) if args.pool else pool
-    corpus = Corpus(model, [cut(model, t, args.doc_tokens) for t in wiki.texts], system="Answer from the passages.")
-    embedder = StoredEmbeddings(pool) if tiny else Embedder("demo")
-    retriever = Retriever(embedder, IVFStages(np.asarray(wiki.vectors), num_stages=4), args.top_k)
+    corpus = Corpus(model, [cut(model, t, args.doc_tokens) for t in texts], system="Answer from the passages.")
+    words = args.embedder == "words"
+    embedder: Embeds = HashedWords() if words else Embedder(args.embedder)
+    vectors = embedder.encode(texts).numpy() if words else np.asarray(load_wiki().vectors)
+    retriever = Retriever(embedder, IVFStages(vectors, num_stages=4), args.top_k)
     cost = CostProfiler.measure(model, (0, 32, 96, 160), (16, 64, 128, 192), repeats=2)
     cache = TreeCache(model, corpus.prefix, args.gpu, args.host, cost=cost)
     options = ServerOptions(
@@ -221,8 +202,8 @@ def main() -> None:
         tally = drive(server, questions, args.rate, args.max_open, seed=0)
         wall_s, cpu_s = time.monotonic() - started, time.process_time() - worked
         sampler.stop()
-    quarters = [statistics.mean(m for _, m in part) for part in _quarters(sampler.samples)]
-    late = np.array(sampler.samples[len(sampler.samples) // 2 :])
+    resident = resident_mib()
+    trim()
     stats = server._books.controller.speculator.stats
     result = {
         "options": {k: str(v) for k, v in vars(args).items()},
@@ -234,8 +215,8 @@ def main() -> None:
         "compared": min(args.sample, len(tally.answers)),
         "wall_s": wall_s,
         "utilisation": cpu_s / wall_s,
-        "memory_mib_by_quarter": [round(q, 1) for q in quarters],
-        "memory_mib_per_minute_second_half": 60 * float(np.polyfit(late[:, 0], late[:, 1], 1)[0]),
+        **sampler.summary(),
+        "resident_mib_before_and_after_trim": [round(resident, 1), round(resident_mib(), 1)],
         "speculation": vars(stats),
         "evictions": {"gpu": server.tree.gpu.evictions, "host": server.tree.host.evictions},
         "metrics": {k: round(v, 5) for k, v in server.metrics.summary().items()},
@@ -244,11 +225,6 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**result, "memory": sampler.samples}, indent=1))
-
-
-def _quarters(samples: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    size = max(1, len(samples) // 4)
-    return [samples[i * size : (i + 1) * size] for i in range(4) if samples[i * size : (i + 1) * size]]
 
 
 if __name__ == "__main__":

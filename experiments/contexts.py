@@ -55,13 +55,9 @@ def make_chunker(
     return _retriever(dataset.cases, model, num_chunks, chunk_tokens, seed)
 
 
-def cutting(chunker: Chunker, model: ReuseModel, num_tokens: int) -> Chunker:
-    """The chunker's chunks, cut to their first ``num_tokens`` tokens."""
-
-    def cut(case: Case) -> list[str]:
-        return [model.decode(model.tokenize(text)[:num_tokens]).strip() for text in chunker(case)]
-
-    return cut
+def cutting(chunker: Chunker, num_words: int) -> Chunker:
+    """The chunker's chunks, cut to their first ``num_words`` words."""
+    return lambda case: [" ".join(text.split(" ")[:num_words]) for text in chunker(case)]
 
 
 def _pieces(case: Case, model: ReuseModel, chunk_tokens: int) -> list[str]:

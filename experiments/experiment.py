@@ -98,7 +98,7 @@ class Preset:
     score_tokens: int = 128
     quantization: str | None = None
     small: bool = False
-    cut_tokens: int | None = None
+    cut_words: int | None = None
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -109,7 +109,7 @@ PRESETS: Mapping[str, Preset] = {
     "paper": Preset(model="mistralai/Mistral-7B-Instruct-v0.2", limit=None, context="retrieve"),
     # That every part runs, in seconds a figure; what it gives says nothing.
     "smoke": Preset(
-        limit=1, max_new_tokens=2, score_tokens=2, num_chunks=2, chunk_tokens=64, small=True, cut_tokens=24
+        limit=1, max_new_tokens=2, score_tokens=2, num_chunks=2, chunk_tokens=64, small=True, cut_words=16
     ),
 }
 

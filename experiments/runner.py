@@ -42,7 +42,7 @@ class RunConfig:
         score_tokens: KL divergence and likelihood are taken over at most this many tokens of an answer.
         repeats: TTFT measurements per case and method; their median is recorded.
         batch_size: each case's prompt runs in one batch with those of the cases behind it, so many in all.
-        cut_tokens: chunks are cut to their first so many tokens, whatever is lost with the rest; for smoke runs.
+        cut_words: chunks are cut to their first so many words, whatever is lost with the rest; for smoke runs.
         device, dtype, quantization, threads: as in `kr.load_model`; threads of PyTorch.
     """
 
@@ -65,7 +65,7 @@ class RunConfig:
     threads: int | None = None
     seed: int = 0
     batch_size: int = 1
-    cut_tokens: int | None = None
+    cut_words: int | None = None
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -80,7 +80,7 @@ class RunConfig:
             "repeats",
             "threads",
             "batch_size",
-            "cut_tokens",
+            "cut_words",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -88,7 +88,7 @@ class RunConfig:
 
     def __repr__(self) -> str:
         """As a dataclass's, without the settings that came later where they are at rest: names of records stay."""
-        late = {"batch_size": 1, "cut_tokens": None}
+        late = {"batch_size": 1, "cut_words": None}
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
         return f"RunConfig({', '.join(f'{k}={v!r}' for k, v in shown.items() if k not in late or v != late[k])})"
 
@@ -130,8 +130,8 @@ def run(
     context = resolve_context(dataset, config.context)
     header = _header(config, dataset, model, context)
     chunker = make_chunker(dataset, model, context, config.num_chunks, config.chunk_tokens, config.seed)
-    if config.cut_tokens is not None:
-        chunker = cutting(chunker, model, config.cut_tokens)
+    if config.cut_words is not None:
+        chunker = cutting(chunker, config.cut_words)
     resumable = partial_path(path).is_file() and not force
     path.unlink(missing_ok=True)  # with force; what replaces it is the partial file from now on
     with RecordWriter(path, header, [repr(m) for m in config.methods], force) as writer:
