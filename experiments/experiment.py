@@ -108,9 +108,7 @@ PRESETS: Mapping[str, Preset] = {
     # Section 7.1: six retrieved chunks of 512 tokens. A GPU's work.
     "paper": Preset(model="mistralai/Mistral-7B-Instruct-v0.2", limit=None, context="retrieve"),
     # That every part runs, in seconds a figure; what it gives says nothing.
-    "smoke": Preset(
-        limit=1, max_new_tokens=2, score_tokens=2, num_chunks=2, chunk_tokens=64, small=True, cut_words=16
-    ),
+    "smoke": Preset(limit=1, max_new_tokens=2, score_tokens=2, num_chunks=2, chunk_tokens=64, small=True, cut_words=16),
 }
 
 

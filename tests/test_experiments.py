@@ -547,9 +547,7 @@ def test_the_command_line_comes_before_the_preset():
 
 
 def test_every_configuration_has_its_own_file():
-    names = {
-        config(**s).file_name for s in ({}, {"limit": 3}, {"seed": 1}, {"cut_words": 9}, {"methods": METHODS[:2]})
-    }
+    names = {config(**s).file_name for s in ({}, {"limit": 3}, {"seed": 1}, {"cut_words": 9}, {"methods": METHODS[:2]})}
     assert len(names) == 5
     with pytest.raises(ValueError, match="twice"):
         config(methods=(kr.FullRecompute(), kr.FullRecompute()))
