@@ -12,24 +12,28 @@ decided for one request, with ``--queued`` requests waiting:
     insert      what was missing is inserted; GPU and host evict
     update      frequencies, costs and priorities; the locks are released
 
-All numbers but the first column are CPU time of the thread, which other programs on a busy machine do not change.
-Garbage collection stays on: what it takes is in the slowest steps.
+All numbers but the first column are CPU time of the thread, which other programs on a busy machine change little.
+Python's garbage collector runs in the middle of whatever makes one object too many: ``max`` and ``over 1 ms`` are
+with its pauses, ``without pauses`` is the same steps less them. ``between steps``: as many steps again, with the
+collector run between them (`ServerOptions.collect_between`); its pauses are then nobody's step.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
 import kvreuse as kr
+from kvreuse.ragcache.collector import Collector
 from kvreuse.ragcache.scheduler import ReorderQueue
 from kvreuse.ragcache.speculative import Decision, Generation, Speculator
 
@@ -84,6 +88,27 @@ def filled_tree(policy: kr.Policy, num_nodes: int, traffic: Iterator[tuple[kr.Do
     return tree
 
 
+class Pauses:
+    """Adds up the collector's CPU time, seconds, while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds = self.longest = self._started = 0.0
+
+    def __enter__(self) -> Pauses:
+        gc.callbacks.append(self._on_collection)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+            return
+        pause = time.thread_time() - self._started
+        self.seconds, self.longest = self.seconds + pause, max(self.longest, pause)
+
+
 class Steps:
     """Takes scheduling steps and times their parts in CPU time; ``wall``: what each step took by the clock. Seconds."""
 
@@ -127,27 +152,44 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one tree's steps took, in microseconds."""
+class Times:
+    """What some steps took, seconds: by part, in all, and the collector's share of that; its longest pause."""
 
-    policy: str
-    num_nodes: int
-    wall: float
-    total: list[float]
-    parts: list[float]
-    evictions: tuple[float, float]
+    parts: list[list[float]]
+    pauses: list[float]
+    longest_pause: float
 
-    def cells(self) -> list[str]:
-        """For the table."""
-        total = sorted(self.total)
-        above = sum(t >= 1000 for t in total)
-        numbers = [self.wall, statistics.median(total), total[int(0.99 * len(total))], total[-1], *self.parts]
-        evictions = "/".join(f"{e:.1f}" for e in self.evictions)
-        return [self.policy, f"{self.num_nodes:,}", *(f"{n:.0f}" for n in numbers), evictions, f"{above}/{len(total)}"]
+    @property
+    def total(self) -> list[float]:
+        """Of every step, pauses included."""
+        return [sum(row) for row in self.parts]
+
+    @property
+    def without(self) -> list[float]:
+        """Of every step, pauses not included."""
+        return [total - pause for total, pause in zip(self.total, self.pauses, strict=True)]
 
 
-def measure(name: str, num_nodes: int, num_queued: int, num_steps: int) -> Row:
-    """Fill a tree, warm up for a tenth of the steps, and time the rest."""
+def take(steps: Steps, count: int, between: Callable[[], None] | None = None) -> Times:
+    """Take ``count`` steps; ``between`` is called behind each."""
+    parts, shares = [], []
+    with Pauses() as pauses:
+        for _ in range(count):
+            before = pauses.seconds
+            parts.append(steps.step())
+            shares.append(pauses.seconds - before)
+            if between is not None:
+                between()
+    return Times(parts, shares, pauses.longest)
+
+
+def over(seconds: list[float]) -> str:
+    """How many are over 1 ms, and the largest in ms."""
+    return f"{sum(t >= 1e-3 for t in seconds)} ({1e3 * max(seconds):.2f})"
+
+
+def measure(name: str, num_nodes: int, num_queued: int, num_steps: int) -> list[str]:
+    """Fill a tree, warm up for a tenth of the steps, and time the rest; the table's cells."""
     traffic = requests(max(50, num_nodes // 3), seed=1)
     tree = filled_tree(POLICIES[name], num_nodes, traffic)
     steps = Steps(tree, num_queued, traffic)
@@ -155,13 +197,21 @@ def measure(name: str, num_nodes: int, num_queued: int, num_steps: int) -> Row:
         steps.step()
     steps.wall.clear()
     evicted = [tier.evictions for tier in tree.tiers]
-    times = [steps.step() for _ in range(num_steps)]
-    rate = tuple((tier.evictions - e) / num_steps for tier, e in zip(tree.tiers, evicted, strict=True))
+    automatic = take(steps, num_steps)
+    wall = statistics.median(steps.wall)
+    evictions = "/".join(f"{(t.evictions - e) / num_steps:.1f}" for t, e in zip(tree.tiers, evicted, strict=True))
+    collector = Collector()
+    collector.start()
+    between = take(steps, num_steps, collector.between)
+    collector.stop()
     if num_nodes <= 10_000:
         tree.check_integrity()
-    parts = [1e6 * statistics.median(column) for column in zip(*times, strict=True)]
-    wall = 1e6 * statistics.median(steps.wall)
-    return Row(name, tree.num_nodes, wall, [1e6 * sum(row) for row in times], parts, (rate[0], rate[1]))
+    total = sorted(automatic.total)
+    parts = [statistics.median(column) for column in zip(*automatic.parts, strict=True)]
+    times = [wall, statistics.median(total), total[int(0.99 * len(total))], *parts]
+    pauses = [f"{1e3 * t.longest_pause:.1f}" for t in (automatic, between)]
+    counts = [over(total), over(automatic.without), pauses[0], over(between.total), pauses[1]]
+    return [name, f"{tree.num_nodes:,}", *(f"{1e6 * t:.0f}" for t in times), *counts, evictions]
 
 
 def main() -> None:
@@ -176,22 +226,14 @@ def main() -> None:
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
         sys.exit(f"--policies: {unknown[0]!r} is not one of {'; '.join(POLICIES)}")
-    print(f"microseconds per scheduling step, {args.queued:,} requests queued, {args.steps:,} steps\n")
-    heads = [
-        "policy",
-        "nodes",
-        "median by the clock",
-        "median",
-        "p99",
-        "max",
-        *PARTS,
-        "evictions per step, GPU/host",
-        "steps over 1 ms",
-    ]
+    print(f"CPU time of {args.steps:,} scheduling steps, microseconds; {args.queued:,} requests queued\n")
+    heads = ["policy", "nodes", "median by the clock", "median", "p99", *PARTS, "over 1 ms (max, ms)"]
+    heads += ["without pauses", "longest pause, ms", "between steps: over 1 ms (max, ms)", "longest pause, ms"]
+    heads += ["evictions per step, GPU/host"]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for num_nodes in [int(n) for n in args.nodes.split(",")]:
         for name in names:
-            print("| " + " | ".join(measure(name, num_nodes, args.queued, args.steps).cells()) + " |", flush=True)
+            print("| " + " | ".join(measure(name, num_nodes, args.queued, args.steps)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,15 @@ def embed_cached(texts: Sequence[str], name: str) -> np.ndarray:
     return np.load(path)
 
 
-def load_wiki() -> Wiki:
-    """All 6,119 passages of the corpus."""
+def wiki_texts() -> list[str]:
+    """All 6,119 passages of the corpus: title and text."""
     records = json.loads((data_folder() / "2wikimultihopqa_corpus" / "2wikimultihopqa_corpus.json").read_text())
-    texts = [f"{r['title']}\n{r['text']}" for r in records]
+    return [f"{r['title']}\n{r['text']}" for r in records]
+
+
+def load_wiki() -> Wiki:
+    """The corpus with its embeddings."""
+    texts = wiki_texts()
     return Wiki(texts, embed_cached(texts, "2wiki-corpus"))
 
 

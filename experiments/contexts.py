@@ -55,6 +55,11 @@ def make_chunker(
     return _retriever(dataset.cases, model, num_chunks, chunk_tokens, seed)
 
 
+def cutting(chunker: Chunker, num_words: int) -> Chunker:
+    """The chunker's chunks, cut to their first ``num_words`` words."""
+    return lambda case: [" ".join(text.split(" ")[:num_words]) for text in chunker(case)]
+
+
 def _pieces(case: Case, model: ReuseModel, chunk_tokens: int) -> list[str]:
     """Every document of the case, cut where it is longer than ``chunk_tokens``."""
     from kvreuse.retrieval import split_text

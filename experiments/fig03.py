@@ -72,7 +72,8 @@ def draw(tables: list[ValueTable], paper: bool) -> Figure:
                 [*textwrap.wrap(answer, 38), f"KL {row['kl']:.3f}, NLL of the right answer {row['nll']:.2f}"]
             )
             axes.text(x + 0.03, y, text.replace("$", r"\$"), fontsize=8.5, va="center")
-    figure.suptitle(f"{table.header['model']}: answers over a chunk about Messi and one about Ronaldo", fontsize=12)
+    title = f"{table.header['model']}: answers over a chunk about Messi and one about Ronaldo"
+    figure.suptitle(textwrap.fill(title, 20 + 25 * len(questions)), fontsize=12)
     return figure
 
 

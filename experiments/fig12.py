@@ -25,6 +25,7 @@ FIG12 = Experiment(
         kr.LegoLink(context="prefix"),
     ),
     draw=lambda tables, paper: quality_against_ttft(tables, paper=paper),
+    smoke={"datasets": ("musique", "samsum", "multinews")},
 )
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ FIG13 = Experiment(
     ),
     draw=lambda tables, paper: quality_against_ttft(tables, paper=paper),
     columns=("map_prefill_s", "map_decode_s"),
+    smoke={"datasets": ("musique", "samsum")},
 )
 
 if __name__ == "__main__":

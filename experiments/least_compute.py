@@ -137,5 +137,9 @@ def least_compute_experiment(
         datasets=("2wikimqa",),
         settings={"context": "retrieve", **settings},
         sweep=tuple({x: value} for value in values),
-        smoke={"sweep": tuple({x: value} for value in values[:2]), "methods": methods[:4]},
+        smoke={
+            "sweep": tuple({x: value} for value in values[:2]),
+            "methods": methods[:4],
+            "settings": {"context": "retrieve", **settings, "limit": values[1] if x == "batch_size" else 1},
+        },
     )

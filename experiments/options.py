@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,12 +42,11 @@ def run_experiment(
     Raises:
         FileNotFoundError: with ``plot_only``, and there are no results of these configurations.
     """
-    load = functools.cache(lambda: load_model(configs[0]))
     stopped = False
     if not (plot_only or records):
         try:
             for config in configs:
-                run(config, results, load, force, experiment.cases, experiment.measure)
+                run(config, results, lambda: load_model(configs[0]), force, experiment.cases, experiment.measure)
         except KeyboardInterrupt:
             stopped = True
             say("stopped: what is done is kept, the same command (without --force) continues it")
@@ -117,7 +115,7 @@ def command(experiment: Experiment) -> Callable[..., None]:
         repeats: Annotated[int | None, typer.Option(help="TTFT measurements per case and method [1]")] = None,
         seed: Annotated[int | None, typer.Option(help="of the sample of cases and chunks [0]")] = None,
         preset: Annotated[str, typer.Option(help=f"defaults of the above: {', '.join(PRESETS)}")] = "default",
-        smoke: Annotated[bool, typer.Option("--smoke", help="everything on two cases, in a minute")] = False,
+        smoke: Annotated[bool, typer.Option("--smoke", help="everything on one short case, in seconds")] = False,
         records: Annotated[list[Path] | None, typer.Option(help="draw these files; run nothing")] = None,
         plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
         force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 import kvreuse as kr
-from experiments.contexts import make_chunker, resolve_context
+from experiments.contexts import cutting, make_chunker, resolve_context
 from experiments.datasets import Case, Dataset, load_dataset
 from experiments.environment import origin
 from experiments.measure import Measurement, gold_ids, measure_case, method_names
+from experiments.models import model_named
 from experiments.results import RecordWriter, partial_path, read_results
 
 # (methods, model, measurement, case number, repeats, warm) -> the case's records, one per method, as they come
@@ -41,6 +42,7 @@ class RunConfig:
         score_tokens: KL divergence and likelihood are taken over at most this many tokens of an answer.
         repeats: TTFT measurements per case and method; their median is recorded.
         batch_size: each case's prompt runs in one batch with those of the cases behind it, so many in all.
+        cut_words: chunks are cut to their first so many words, whatever is lost with the rest; for smoke runs.
         device, dtype, quantization, threads: as in `kr.load_model`; threads of PyTorch.
     """
 
@@ -63,6 +65,7 @@ class RunConfig:
     threads: int | None = None
     seed: int = 0
     batch_size: int = 1
+    cut_words: int | None = None
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -77,15 +80,17 @@ class RunConfig:
             "repeats",
             "threads",
             "batch_size",
+            "cut_words",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
 
     def __repr__(self) -> str:
-        """As a dataclass's; nothing of a batch of one, as in records from before there were others."""
-        shown = [f.name for f in fields(self) if f.name != "batch_size" or self.batch_size > 1]
-        return f"RunConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        """As a dataclass's, without the settings that came later where they are at rest: names of records stay."""
+        late = {"batch_size": 1, "cut_words": None}
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        return f"RunConfig({', '.join(f'{k}={v!r}' for k, v in shown.items() if k not in late or v != late[k])})"
 
     @property
     def file_name(self) -> str:
@@ -118,13 +123,15 @@ def run(
     if path.is_file() and not force:
         say(f"{config.dataset}: {path} is complete ({read_results(path).header['date']}); --force runs it again")
         return path
-    dataset = dataset or _load_dataset(config)
+    dataset = _load_dataset(config) if dataset is None else replace(dataset, cases=dataset.cases[: config.limit])
     model = load() if load is not None else load_model(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     context = resolve_context(dataset, config.context)
     header = _header(config, dataset, model, context)
     chunker = make_chunker(dataset, model, context, config.num_chunks, config.chunk_tokens, config.seed)
+    if config.cut_words is not None:
+        chunker = cutting(chunker, config.cut_words)
     resumable = partial_path(path).is_file() and not force
     path.unlink(missing_ok=True)  # with force; what replaces it is the partial file from now on
     with RecordWriter(path, header, [repr(m) for m in config.methods], force) as writer:
@@ -136,8 +143,7 @@ def run(
 
 def load_model(config: RunConfig) -> kr.ReuseModel:
     """The configuration's model."""
-    settings: Any = {"device": config.device, "dtype": config.dtype, "quantization": config.quantization}
-    return kr.load_model(config.model, **settings)
+    return model_named(config.model, config.device, config.dtype, config.quantization)
 
 
 def say(text: str) -> None:

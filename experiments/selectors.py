@@ -59,6 +59,7 @@ SELECTORS = Experiment(
     draw=lambda tables, paper: quality_against_ttft(tables),
     datasets=("musique", "2wikimqa"),
     report=markdown,
+    smoke={"methods": METHODS[:15], "datasets": ("musique",)},  # every rule; selectors_thin runs the other encoder
 )
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 import kvreuse as kr
 from experiments.datasets import load_dataset
 from experiments.environment import origin
+from experiments.models import model_named
 from experiments.options import HERE, fail
 from experiments.results import RecordWriter, Results, find_results, read_results
 from experiments.runner import say
@@ -124,8 +125,7 @@ def run_timed(experiment: TimedExperiment, config: TimedConfig, folder: Path, fo
     if path.is_file() and not force:
         say(f"{path} is complete ({read_results(path).header['date']}); --force runs it again")
         return path
-    settings: Any = {"device": config.device, "dtype": config.dtype}
-    model = kr.load_model(config.model, **settings)
+    model = model_named(config.model, config.device, config.dtype)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with RecordWriter(path, _header(config, model), [], force=True) as writer:

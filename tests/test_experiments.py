@@ -421,17 +421,17 @@ def test_smoke_writes_records_tables_and_pictures(smoke):
     _, folder = smoke
     names = {p.name for p in (folder / "figures").iterdir()}
     for figure in ("fig12", "fig13", "fig17"):
-        assert {f"{figure}-toy-llama-musique-small-n2.{suffix}" for suffix in ("md", "csv", "png")} <= names
+        assert {f"{figure}-toy-llama-musique-small-n1.{suffix}" for suffix in ("md", "csv", "png")} <= names
     for figure in TIMED:
         assert {f"{figure}-toy-llama.{suffix}" for suffix in ("md", "csv", "png")} <= names
-    frame = pd.read_csv(folder / "figures" / "fig12-toy-llama-musique-small-n2.csv")
+    frame = pd.read_csv(folder / "figures" / "fig12-toy-llama-musique-small-n1.csv")
     assert len(frame) == 8
-    assert frame["cases"].tolist() == [2] * 8
+    assert frame["cases"].tolist() == [1] * 8
 
 
 def test_plot_only_needs_no_model(smoke, model_folder, capsys):
     arguments, folder = smoke
-    picture = folder / "figures" / "fig13-toy-llama-musique-small-n2.png"
+    picture = folder / "figures" / "fig13-toy-llama-musique-small-n1.png"
     picture.unlink()
     hidden = model_folder.rename(model_folder.with_name("hidden"))
     try:
@@ -502,7 +502,7 @@ def test_records_are_drawn_whatever_made_them(smoke, tmp_path, capsys):
     (records,) = (folder / "results").glob("fig12-*.jsonl")
     moved = shutil.copy(records, tmp_path / "reference.jsonl")
     assert main(["fig12", "--records", str(moved), "--figures", str(tmp_path)]) == 0
-    assert (tmp_path / "fig12-toy-llama-musique-small-n2.png").exists()
+    assert (tmp_path / "fig12-toy-llama-musique-small-n1.png").exists()
 
 
 def test_plot_only_without_results_says_so(tmp_path, capsys):
@@ -547,7 +547,7 @@ def test_the_command_line_comes_before_the_preset():
 
 
 def test_every_configuration_has_its_own_file():
-    names = {config(**s).file_name for s in ({}, {"limit": 3}, {"seed": 1}, {"methods": METHODS[:2]})}
-    assert len(names) == 4
+    names = {config(**s).file_name for s in ({}, {"limit": 3}, {"seed": 1}, {"cut_words": 9}, {"methods": METHODS[:2]})}
+    assert len(names) == 5
     with pytest.raises(ValueError, match="twice"):
         config(methods=(kr.FullRecompute(), kr.FullRecompute()))

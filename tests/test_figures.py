@@ -53,8 +53,8 @@ def run(tmp_path_factory):
             pytest.skip("the demo embedder is not in the cache: python -m kvreuse.demo")
         if name not in done:
             places = ["--out", str(folder / name), "--figures", str(folder / name)]
-            dataset = ["--dataset", "musique"] if name == "fig16" else []
-            assert main([name, "--smoke", "--model", str(at), "--threads", "1", "--paper", *dataset, *places]) == 0
+            more = {"fig16": ["--dataset", "musique"], "fig03": ["--limit", "4"]}.get(name, [])
+            assert main([name, "--smoke", "--model", str(at), "--threads", "1", "--paper", *more, *places]) == 0
             (picture,) = (folder / name).glob("*.png")
             assert picture.name.startswith(f"{name}-toy-{SETS.get(name, 'musique')}")
             assert picture.stat().st_size > 15_000

@@ -354,7 +354,7 @@ def test_the_heap_sorts_and_finds():
 def _break_heap_order(tree):
     entries = tree.gpu.candidates._entries
     entries[0], entries[-1] = entries[-1], entries[0]
-    tree.gpu.candidates._at = {n: at for at, (_, n) in enumerate(entries)}
+    tree.gpu.candidates._at = {entry[3]: at for at, entry in enumerate(entries)}
 
 
 def _unlock(tree):

@@ -15,7 +15,7 @@ from kvreuse.ragcache.speculative import Decision, Documents, Generation, Specul
 from kvreuse.ragcache.tree import KnowledgeTree
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request and what became of it. Times are on the caller's clock.
 

@@ -54,6 +54,7 @@ class Corpus:
         self.texts, self.system, self.instruction = tuple(texts), system, instruction
         self._model = model
         self._ids: dict[int, torch.Tensor] = {}
+        self._documents: dict[int, Document] = {}
         self._numbers: dict[str, int] = {}  # by content
         self._lock = threading.Lock()  # a fast tokenizer must not be called by two threads at once
         self.prefix = self._frame("?").prefix
@@ -82,9 +83,11 @@ class Corpus:
         return self._ids[number]
 
     def document(self, number: int) -> Document:
-        """A document as the tree knows it, by content."""
-        ids = self.document_ids(number)
-        return Document(content_id(ids), ids.numel())
+        """A document as the tree knows it, by content; always the same object, as many requests keep theirs."""
+        if number not in self._documents:
+            ids = self.document_ids(number)
+            self._documents[number] = Document(content_id(ids), ids.numel())
+        return self._documents[number]
 
     def number(self, document: Document) -> int:
         """Its number; the first one's where several have the same content."""

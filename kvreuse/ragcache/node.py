@@ -96,7 +96,7 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.kv: list[Any] = [None, None]
         self.priority: list[float] = [0.0, 0.0]
-        self.evictable: list[bool] = [False, False]
+        self.evictable = bytearray(2)  # 0 or 1 per tier; unlike a list, nothing that the garbage collector visits
         self.gpu_children = self.kv_children = self.pins = 0
         self.frequency: float = 0
         self.last_access = 0

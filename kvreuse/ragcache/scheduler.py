@@ -19,6 +19,7 @@ from kvreuse.ragcache.node import Document, Match, Node
 
 Docs = tuple[Hashable, ...]
 T = TypeVar("T", bound=Hashable)
+_MOVED = 4  # lines of an old heap looked at per change; fewer than 2 would let outdated ones pile up
 
 
 class WatchedTree(Protocol):
@@ -68,7 +69,8 @@ class ReorderQueue(Generic[T]):
         self._tree = tree
         self._entries: dict[T, _Waiting[T]] = {}
         self._by_path: dict[Docs, dict[int, _Waiting[T]]] = {}
-        self._heap: list[tuple[float, int, int, _Waiting[T]]] = []
+        self._heap: list[tuple[float, int, int, _Waiting[T]]] = []  # everybody's line, and outdated ones
+        self._old: list[tuple[float, int, int, _Waiting[T]]] = []  # a heap that is being moved over, without those
         self._in_order: deque[_Waiting[T]] = deque()  # by arrival; those that left are dropped from the front
         self._overtook_oldest = 0  # served requests in `_in_order` that came after its first
         self._pushed = 0
@@ -136,12 +138,13 @@ class ReorderQueue(Generic[T]):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _best(self) -> _Waiting[T]:
-        """The first of those with the highest priority; the heap holds outdated lines, told by their version."""
-        while True:
-            _, _, version, entry = self._heap[0]
-            if entry.in_queue and version == entry.version:
-                return entry
-            heapq.heappop(self._heap)
+        """The first of those with the highest priority."""
+        tops = []
+        for lines in (self._heap, self._old):
+            while lines and not _is_current(lines[0]):
+                heapq.heappop(lines)
+            tops += lines[:1]
+        return min(tops)[3]  # lines differ in number or version
 
     def _take_out(self, entry: _Waiting[T]) -> None:
         entry.in_queue = False
@@ -157,13 +160,19 @@ class ReorderQueue(Generic[T]):
             # Those who are left count only who came after the new first.
             if self._in_order and self._in_order[0].served:
                 self._overtook_oldest -= 1
-        self._shrink_heap()
+        self._tidy()
 
-    def _shrink_heap(self) -> None:
-        """Drop outdated lines once they are the majority: constant work per line, amortised."""
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [(-e.priority, e.number, e.version, e) for e in self._entries.values()]
-            heapq.heapify(self._heap)
+    def _tidy(self) -> None:
+        """Once outdated lines are the majority, move the others to a new heap, a few at every change.
+
+        All at once took 2 ms with a thousand waiting. A heap without its last line still is a heap.
+        """
+        if not self._old and len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap, self._old = [], self._heap
+        for line in self._old[: -_MOVED - 1 : -1]:
+            self._old.pop()
+            if _is_current(line):
+                heapq.heappush(self._heap, line)
 
     def _on_change(self, node: Node, cached: bool) -> None:
         """A node gained its K/V (its children have none) or lost them (its children have lost theirs before)."""
@@ -178,4 +187,9 @@ class ReorderQueue(Generic[T]):
             entry.cached_depth = depth
             entry.version += 1
             heapq.heappush(self._heap, (-entry.priority, entry.number, entry.version, entry))
-        self._shrink_heap()
+            self._tidy()
+
+
+def _is_current(line: tuple[float, int, int, _Waiting[T]]) -> bool:
+    """Whether a heap's line is of one who waits, with the priority as it is now."""
+    return line[3].in_queue and line[2] == line[3].version

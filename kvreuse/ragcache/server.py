@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvreuse.ragcache.bookkeeping import Books
+from kvreuse.ragcache.collector import Collector
 from kvreuse.ragcache.controller import Controller
 from kvreuse.ragcache.corpus import Corpus, Retrieves
 from kvreuse.ragcache.engine import Engine, TimedBackend
@@ -62,7 +63,9 @@ class RagServer:
         self._corpus = corpus
         self._books = Books(corpus, controller, engine, self.options, self.now)
         self._lock = threading.RLock()  # held for all but computing and searching
-        self._model_thread = ModelThread(self._books, self._lock, self.options.iteration_timeout_s)
+        self._collector = Collector() if self.options.collect_between else None
+        between = self._collector.between if self._collector is not None else None
+        self._model_thread = ModelThread(self._books, self._lock, self.options.iteration_timeout_s, between)
         self._retrieval_thread = RetrievalThread(
             self._books, self._lock, self.options.retrieval_timeout_s, retriever, self._model_thread
         )
@@ -73,6 +76,8 @@ class RagServer:
 
     def start(self) -> RagServer:
         """Start the threads."""
+        if self._collector is not None:
+            self._collector.start()
         for thread in (self._model_thread, self._retrieval_thread, self._watcher):
             thread.start()
         return self
@@ -81,6 +86,8 @@ class RagServer:
         """Stop the threads; requests that are not answered fail."""
         for thread in (self._watcher, self._retrieval_thread, self._model_thread):
             thread.stop()
+        if self._collector is not None:
+            self._collector.stop()
         with self._lock:
             for request_id in list(self._books.jobs):
                 self._books.fail(request_id, RuntimeError("the server was closed before the request was answered"))

@@ -17,12 +17,18 @@ class ThreadKilled(RuntimeError):
 
 
 class ModelThread(Worker):
-    """Decide, compute, record: what others have to say waits in its inbox until an iteration is over."""
+    """Decide, compute, record: what others have to say waits in its inbox until an iteration is over.
+
+    ``between`` is called behind every iteration.
+    """
 
     name = "model"
 
-    def __init__(self, books: Books, lock: threading.RLock, timeout_s: float) -> None:
+    def __init__(
+        self, books: Books, lock: threading.RLock, timeout_s: float, between: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(books, lock, timeout_s)
+        self._between = between
         self.die = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._in_model = threading.Lock()  # a thread that was given up may still be there
@@ -53,6 +59,8 @@ class ModelThread(Worker):
             self._keep_books(lambda: work.record(outcome))
             self.busy_with, self.busy_since = [], None
             self.books.end_step()
+        if self._between is not None:
+            self._between()
         return True
 
     def recover(self, request_ids: list[int], error: BaseException) -> None:

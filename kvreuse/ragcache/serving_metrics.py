@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvreuse.ragcache.controller import Request
 from kvreuse.ragcache.tree import KnowledgeTree
 
-_KEPT = 100_000  # the latest records; a server that runs for weeks keeps no more
+_KEPT = 10_000  # the latest records; a server that runs for weeks keeps no more
 
 
 @dataclass

@@ -19,7 +19,8 @@ class ServerOptions:
     generation to start. ``window``: how often a request may be overtaken. ``replicas``: bytes of hot upper nodes kept
     on host as well, renewed every ``replicate_every`` requests. ``iteration_timeout_s``, ``retrieval_timeout_s``: a
     prefill, decode step or search that takes longer is given up and done again, at most ``max_attempts`` times.
-    ``deadline_s``: a request not answered by then fails.
+    ``deadline_s``: a request not answered by then fails. ``collect_between``: Python's garbage collector runs between
+    iterations only, for the whole process while the server runs (`Collector`).
     """
 
     max_new_tokens: int = 32
@@ -33,6 +34,7 @@ class ServerOptions:
     retrieval_timeout_s: float = 120.0
     max_attempts: int = 3
     deadline_s: float = 3600.0
+    collect_between: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_batch", "max_prefill_batch", "replicate_every", "max_attempts"):
