@@ -182,14 +182,10 @@ def draw(results: Results) -> Figure:
         values = [float(v) for v in autos["by max(r* blend, load)"]]
         right.plot(autos["tokens"], values, marker, color=colour, markersize=8)
         for (_, row), value in zip(autos.iterrows(), values, strict=True):
-            place = (row["tokens"], value)
-            right.annotate(
-                f"r = {row['ratio']:.2f}",
-                place,
-                (6, 4 if device == "load 1x" else -11),
-                textcoords="offset points",
-                fontsize=8,
-            )
+            others = frame[(frame["tokens"] == row["tokens"]) & (frame["asked"] == "auto")]["by max(r* blend, load)"]
+            offset = (6, 4 if value == others.max() else -11)
+            text = f"r = {row['ratio']:.2f}"
+            right.annotate(text, (row["tokens"], value), offset, textcoords="offset points", fontsize=8)
     ends = [frame["measured, s"].min() * 0.8, frame["measured, s"].max() * 1.25]
     left.plot(ends, ends, color="#777777", linewidth=0.8)
     band = [[e * (1 + sign * ERROR) for e in ends] for sign in (-1, 1)]
@@ -205,7 +201,7 @@ def draw(results: Results) -> Figure:
     left.set_title("ratios 0.05 to 0.5 and auto's", fontsize=10)
     right.axhline(LIMIT, color="#CC79A7", linestyle="--", label=f"limit {LIMIT:.2f}")
     right.set_ylim(min(0.8, right.get_ylim()[0]), max(1.2, right.get_ylim()[1]))
-    right.margins(x=0.15)
+    right.margins(x=0.2)
     right.set_xlabel("prompt (tokens)")
     right.set_ylabel("TTFT by max(r* blend, load)")
     right.set_title('ratio="auto": the ratio it chose, and what it cost', fontsize=10)
