@@ -131,11 +131,17 @@ def test_ttft_is_predicted_layer_by_layer():
     c = CONTROLLER
     assert c.predict_ttft(2000, 0.15) == c.predict_ttft(2000, 0.15, "memory") == pytest.approx(6.0)
     assert c.predict_ttft(2000, 0.15, "hdd", pipelined=False) == pytest.approx(0.25 + 8.775 + 6.0)
-    # load-bound: nine layers of 0.975 s, then the last layer's share of what is behind layer 0
-    first, rest = 2.0, 4.0 / 9
-    # readers stop four layers ahead until layer 0 is taken, which is at once
-    assert c.predict_ttft(2000, 0.15, "hdd") == pytest.approx(0.25 + 8.775 + rest)
-    assert first + 9 * rest == pytest.approx(6.0)
+    # load-bound: nine layers of 0.975 s, then the last layer: a tenth of the 1 s that ratio 0 takes, and its share of
+    # the 3 s behind layer 0. Readers stop four layers ahead until layer 0 is taken, which is at once.
+    for schedule, share in (("constant", 1.0), ("gradual", 0.5)):
+        last = 0.1 + 3 * share / 9
+        assert c.predict_ttft(2000, 0.15, "hdd", schedule=schedule) == pytest.approx(0.25 + 8.775 + last)
+    assert c.predict_ttft(2000, 0.15, "hdd") < c.predict_ttft(2000, 0.15, "hdd", schedule="constant")
+    with pytest.raises(ValueError, match="steep"):
+        c.predict_ttft(2000, 0.15, "hdd", schedule="steep")
+    # in balance: 3.9 s of recompute behind layer 0 hide 3.9 s of loading, but not if they all come first
+    even = kr.LoadingController(MODEL, (DeviceProfile("even", 1.95e6 * 0.9 / 3.9),))
+    assert even.predict_ttft(2000, 0.195, "even", schedule="constant") < even.predict_ttft(2000, 0.195, "even")
     # compute-bound
     assert c.predict_ttft(2000, 0.5, "ssd") == pytest.approx(c.T_recompute(0.5, 2000))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from kvreuse.blend.schedule import Schedule, layer_ratio, parse_schedule
 from kvreuse.kv import ChunkEncoder, EncoderContext
 from kvreuse.prompt import RagPrompt
 from kvreuse.store.devices import StorageDevice
@@ -108,12 +109,19 @@ class LoadingController(Measured):
         return self.model.token_bytes * self._work(length).num_stored / 1e9 * self.device(device).price_per_gb_month
 
     def predict_ttft(
-        self, length: RagPrompt | int, ratio: float, device: Device | None = None, *, pipelined: bool = True
+        self,
+        length: RagPrompt | int,
+        ratio: float,
+        device: Device | None = None,
+        *,
+        pipelined: bool = True,
+        schedule: str | Schedule = "gradual",
     ) -> float:
         """TTFT of a blend whose K/V are all on ``device`` (None: in memory), in seconds.
 
         Pipelined: a layer is computed when it has been read and the layer before it is done; readers are
-        `LAYERS_AHEAD` layers ahead at most.
+        `LAYERS_AHEAD` layers ahead at most. A gradual ``schedule`` recomputes more on the first layers than on the
+        last: where loading and recompute take about as long, it waits for the one first and for the other after that.
         """
         work, found = self._work(length), None if device is None else self.device(device)
         total = self.model.blend(work, _check_ratio(ratio))
@@ -124,9 +132,7 @@ class LoadingController(Measured):
         reads = [num_bytes / found.bytes_per_s for num_bytes in self._layer_bytes(work, "measured", ratio)]
         if not pipelined:
             return opened + sum(reads) + total
-        layers = self.model.num_layers
-        first = min(total, self.model.first(work)) if ratio > 0 and layers > 1 else total / layers
-        return opened + pipelined_s(reads, [first] + [(total - first) / max(1, layers - 1)] * (layers - 1))
+        return opened + pipelined_s(reads, self._layer_seconds(work, ratio, parse_schedule(schedule)))
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
@@ -211,6 +217,20 @@ class LoadingController(Measured):
         skips = formula == "measured" and ratio > 0
         first = of_token * (work.num_exact if skips else work.num_stored)
         return [first] + [of_token * work.num_stored] * (self.model.num_layers - 1)
+
+    def _layer_seconds(self, work: Work, ratio: float, schedule: Schedule) -> list[float]:
+        """Seconds of every layer of a blend from memory: what selection costs in layer 0, the rest by the schedule."""
+        model, layers = self.model, self.model.num_layers
+        reuse = model.blend(work, 0.0)
+        first = model.first(work) if ratio > 0 and work.num_reused and layers > 1 else 0.0
+        behind = max(0.0, model.blend(work, ratio) - reuse - first)
+        shares = [0.0, *(layer_ratio(schedule, ratio, layer, layers) for layer in range(1, layers))]
+        if not sum(shares):
+            return [(reuse + behind) / layers] * layers
+        return [
+            reuse / layers + (0.0 if layer else first) + behind * share / sum(shares)
+            for layer, share in enumerate(shares)
+        ]
 
     def _ratio_for(self, work: Work, load_s: float, formula: Formula) -> float:
         """max(r*, r with T_recompute(r) = load_s), by bisection: T_recompute grows with r."""
