@@ -75,7 +75,7 @@ def required(what: str, folder: Path | None, place: str) -> Path:
     where = "is not among the small sets" if folder is None else f"expects {folder / place}, which does not exist"
     raise FileNotFoundError(
         f"{what} {where}: put {place} under a folder and name that folder with data_dir= or {DATA_VARIABLE} "
-        f"(see data/README.md); without it there are the question sets {', '.join(_SMALL_QUESTIONS)} of data_dir='small'"
+        f"(see data/README.md); without it data_dir='small' has the questions {', '.join(_SMALL_QUESTIONS)}"
     )
 
 

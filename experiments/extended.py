@@ -39,8 +39,8 @@ def extended_set(
 ) -> Workload:
     """Four queries per case in a random order, each with its ``top_k`` nearest chunks in a random order.
 
-    Every case's texts are joined and cut into chunks of at most ``chunk_tokens`` tokens; the chunks of all cases are one
-    database, searched exactly by L2 distance. All arrive at time 0: give a rate with `Workload.at_rate`. The first
+    Every case's texts are joined and cut into chunks of at most ``chunk_tokens`` tokens; the chunks of all cases are
+    one database, searched exactly by L2 distance. All arrive at time 0: give a rate with `Workload.at_rate`. The first
     sixth is warm-up.
 
     Args:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 IndexName = Literal["flat", "ivf", "hnsw"]
+BLOCK = 512  # texts that are embedded and kept together
 SEPARATOR = "\n\n"  # behind every document of a prompt, and part of its tokens (`RagPrompt.from_texts`)
 
 
@@ -58,7 +59,10 @@ class WordEmbedder:
     has are left out. A lexical contrast to the demo embedder, and what tests use.
     """
 
-    _COMMON = frozenset("the and was for with that from are were his her which who what when where this has had".split())
+    _COMMON = frozenset(
+        {"the", "and", "was", "for", "with", "that", "from", "are", "were", "his", "her", "its", "this", "has", "had"}
+        | {"who", "what", "when", "where", "which", "how"}
+    )
 
     def __init__(self, dim: int = 1024) -> None:
         if dim < 8:
@@ -86,7 +90,7 @@ def _hashed(word: str) -> tuple[int, int]:
 
 
 def embedder_named(name: str) -> Embeds:
-    """"words" or a sentence-transformers model; nothing is loaded before something is embedded."""
+    """ "words" or a sentence-transformers model; nothing is loaded before something is embedded."""
     return WordEmbedder() if name == "words" else _Lazy(name)
 
 
@@ -149,8 +153,13 @@ def count_tokens(texts: Sequence[str], counter: Counts) -> tuple[int, ...]:
 
 
 def embed(texts: Sequence[str], embedder: Embeds) -> np.ndarray:
-    """Embeddings [n, dim] of texts."""
-    return kept("vectors", [repr(embedder), json.dumps(list(texts))], lambda: embedder.encode(texts, True).numpy())
+    """Embeddings [n, dim] of texts, kept in blocks: what is stopped goes on, and more texts cost only the new ones."""
+    import numpy as np
+
+    def rows(block: Sequence[str]) -> np.ndarray:
+        return kept("vectors", [repr(embedder), json.dumps(list(block))], lambda: embedder.encode(block, True).numpy())
+
+    return np.concatenate([rows(texts[i : i + BLOCK]) for i in range(0, len(texts), BLOCK)])
 
 
 def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.ndarray:

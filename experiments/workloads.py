@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import kvreuse as kr
 from experiments.corpora import Corpus, Question, load_corpus, load_questions
+from experiments.dataset_types import seeded_order
 from experiments.vectors import SEPARATOR, Counts, Search, Tokenizer, count_tokens, embed, embedder_named, search_all
 from kvreuse.ragcache.corpus import SYSTEM
 
@@ -178,18 +179,20 @@ def retrieve(
     search: Search | None = None,
     *,
     data_dir: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
     counter: Counts | None = None,
     embedder: Embeds | None = None,
 ) -> Retrieved:
     """Search the wiki corpus for every question of a set.
 
-    Embeddings, token counts and lists come from the cache folder where they are known already; else 14,000 questions
-    take a core about ten minutes.
+    Embeddings, token counts and lists come from the cache folder where they are known already; else the corpus and
+    14,000 questions take a core about half an hour.
 
     Args:
         questions: "mmlu", "nq" or "2wiki"; of the small sets "2wiki" or "musique".
         search: how; RAGCache's default if None.
         data_dir: folder of the real sets; "small" for the small ones (see `experiments.corpora.data_folder`).
+        limit: questions at most, a random sample; that of a smaller limit is part of a larger one's.
         counter: what counts tokens; the demo tokenizer if None.
         embedder: in place of the one that ``search`` names.
 
@@ -197,7 +200,8 @@ def retrieve(
         ValueError, FileNotFoundError: for a set that there is not.
     """
     search, counter = search or Search(), counter or Tokenizer()
-    corpus, asked = load_corpus(data_dir), load_questions(questions, data_dir)
+    corpus = load_corpus(data_dir)
+    asked = tuple(seeded_order(load_questions(questions, data_dir), 0, questions, "limit")[:limit])
     embeds = embedder or embedder_named(search.embedder)
     queries = embed([q.stem if search.stem else q.text for q in asked], embeds)
     return Retrieved(
