@@ -144,7 +144,7 @@ def draw(results: Results) -> Figure:
     panels[0][0].set_ylabel("documents' tokens found (%)")
     panels[1][0].set_ylabel("input tokens computed (%)\nblended ones at ratio 0.15")
     figure.suptitle("What can be reused as an exact prefix, and at any place", fontsize=11)
-    legend_below(figure, 3)
+    legend_below(figure, 3 if len(names) > 2 else 1)
     return figure
 
 
