@@ -55,10 +55,10 @@ def workloads(config: CountedConfig) -> Iterator[tuple[str, int, Workload]]:
         for seed in range(config.seeds):
             yield name, seed, found.workload(seed=seed)
     if config.has_trace("ragpulse"):
-        yield "ragpulse", -1, ragpulse(config.data).head(config.limit)
-        yield "ragpulse-prompt", -1, ragpulse(config.data, view="prompt").head(config.limit)
+        yield "ragpulse", -1, ragpulse(config.data)
+        yield "ragpulse-prompt", -1, ragpulse(config.data, view="prompt")
     if config.has_trace("mooncake"):
-        yield "mooncake", -1, mooncake(config.data).head(config.limit)
+        yield "mooncake", -1, mooncake(config.data)
 
 
 def count(config: CountedConfig) -> Records:

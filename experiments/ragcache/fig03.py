@@ -53,10 +53,10 @@ def count(config: CountedConfig) -> Records:
         yield _record("requests", f"{_TITLES[name]}, question", count_tokens(texts, counter)[: config.limit])
     if config.has_trace("ragpulse"):
         yield _record("documents", "RAGPulse, passages", list(ragpulse_passages(config.data).values()))
-        whole = ragpulse(config.data, view="prompt").head(config.limit)
+        whole = ragpulse(config.data, view="prompt")
         yield _record("requests", "RAGPulse, prompt", [r.input_tokens for r in whole.requests])
     if config.has_trace("mooncake"):
-        chats = mooncake(config.data).head(config.limit)
+        chats = mooncake(config.data)
         yield _record("requests", "Mooncake, prompt", [r.input_tokens for r in chats.requests])
 
 
