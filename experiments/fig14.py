@@ -149,9 +149,9 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
             low = part.iloc[0]
             rows.append(
                 {
-                    "dataset": f"{DATASET_TITLES[dataset]} extended",
+                    "dataset": f"{DATASET_TITLES[str(dataset)]} extended",
                     "cache": f"{share:.0%}",
-                    "method": LABELS[kind],
+                    "method": LABELS[str(kind)],
                     "chunks cached": f"{low['cached_share']:.1%}",
                     "mean service to first token, s": low["service_s"],
                     "TTFT at the lowest rate, s": f"{low['ttft']:.3g} [{low['ttft_low']:.3g}, {low['ttft_high']:.3g}]",
