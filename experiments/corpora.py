@@ -34,7 +34,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Question:
-    """``text``: what is asked and searched for. ``stem``: that without its choices (MMLU). ``answer``: for its length."""
+    """``text``: what is asked and searched for. ``stem``: that without its choices (MMLU). ``answer``: its length."""
 
     text: str
     answer: str
