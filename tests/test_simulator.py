@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvreuse as kr
+from kvreuse.ragcache import published
 from kvreuse.ragcache.bookkeeping import Books
 from kvreuse.ragcache.controller import Controller
 from kvreuse.ragcache.corpus import Corpus
@@ -23,6 +24,7 @@ from kvreuse.ragcache.engine import Engine
 from kvreuse.ragcache.kv import TreeCache
 from kvreuse.ragcache.node import Document
 from kvreuse.ragcache.profiler import CostProfiler
+from kvreuse.ragcache.published import A10G_LLAMA2_7B, A10G_MISTRAL_7B, H800_LLAMA2_70B, H800_MIXTRAL_8X7B
 from kvreuse.ragcache.serving_types import ServedAnswer, ServerOptions
 from kvreuse.ragcache.simulation_data import Requests, SimulationResult
 from kvreuse.ragcache.simulator import Simulator
@@ -415,3 +417,28 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"arrivals": [0.0, 1.0], "documents": [[0], [1]], "sizes": [4, 4]}
     with pytest.raises(ValueError, match=message):
         run(**{**good, **change})
+
+
+# -- published hardware -----------------------------------------------------------------------------------------------
+
+
+def test_published_scale_gives_back_what_the_text_says() -> None:
+    """One second for 4,000 tokens, 11.5 times faster with the prefix cached, 3.9 times with its transfer; K/V 4 : 1."""
+    full, hit = A10G_LLAMA2_7B.prefill_s(0, 4000), A10G_LLAMA2_7B.prefill_s(3900, 100)
+    assert full == pytest.approx(1.0)
+    assert full / hit == pytest.approx(11.5)
+    transfer = A10G_LLAMA2_7B.move_s(0, 3900 * A10G_LLAMA2_7B.bytes_per_token, 0)
+    assert full / (hit + transfer) == pytest.approx(3.9)
+    assert A10G_LLAMA2_7B.bytes_per_token == 4 * A10G_MISTRAL_7B.bytes_per_token == 2**19
+    assert 10e9 < published.A10G.swap_bytes_per_s < 32e9
+    assert A10G_LLAMA2_7B.move_s(10**9, 0, 0) == 0
+
+
+@pytest.mark.parametrize("costs", [A10G_LLAMA2_7B, A10G_MISTRAL_7B, H800_MIXTRAL_8X7B, H800_LLAMA2_70B])
+def test_published_costs_are_labelled_and_grow(costs: published.PublishedCosts) -> None:
+    assert costs.name.endswith("published-hardware scale")
+    assert 0 < costs.prefill_s(0, 100) <= costs.prefill_s(1000, 100) < costs.prefill_s(1000, 2000)
+    assert 0 < costs.step_s(1, 1000, 1000) < costs.step_s(4, 1000, 4000) < costs.prefill_s(0, 4000)
+    assert costs.cache_bytes > 5e9
+    assert costs.model.weight_bytes(10**6) == pytest.approx(2 * costs.model.parameters)
+    assert costs.model.weight_bytes(1) == pytest.approx(2 * costs.model.active_parameters)
