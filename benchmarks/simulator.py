@@ -28,7 +28,7 @@ from kvreuse.ragcache.systems import SYSTEMS
 
 NUM_DOCUMENTS = 30_000
 QUESTION_TOKENS, SYSTEM_TOKENS = 32, 64
-RATE = 4.0  # requests per second
+RATE = 2.0  # requests per second; about 2.8 saturate it
 
 
 def workload(count: int, rate: float, seed: int = 0) -> Requests:

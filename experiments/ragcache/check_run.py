@@ -57,11 +57,11 @@ class CheckConfig:
     requests: int = 300
     questions: int = 120
     skew: float = 0.8
-    rates: tuple[float, ...] = (0.9, 1.5)
+    rates: tuple[float, ...] = (1.0, 1.6)
     policies: tuple[str, ...] = tuple(POLICIES)
     doc_tokens: int = 48
     top_k: int = 2
-    max_new_tokens: int = 4
+    max_new_tokens: int = 3
     gpu_tokens: int = 1500
     host_tokens: int = 3000
     max_batch: int = 4
