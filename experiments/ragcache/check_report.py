@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,5 +116,5 @@ def draw(results: Results) -> Figure:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     h = results.header
     about = f"{h['requests']} requests ({h['device']}, threads: {h['threads']})"
-    figure.suptitle(f"{h['model']}: the simulator against the server, {about}", fontsize=11)
+    figure.suptitle(f"{Path(h['model']).name}: the simulator against the server, {about}", fontsize=11)
     return figure
