@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_one_request() -> None:
     assert result.ttft_s.tolist() == [2.5]
     assert result.computed_tokens.tolist() == [12]
     assert result.prefill_s.tolist() == [1.5]
+    assert result.tpot_s.tolist() == [0.5]
     assert result.throughput_per_s == 1 / 3.5
     assert (result.counts["prefills"], result.counts["decode_steps"], result.counts["decode_s"]) == (1, 2, 1.0)
 
@@ -431,6 +433,12 @@ def test_measured_costs_are_looked_up_saved_and_loaded(tmp_path: Path) -> None:
         replace(MEASURED, step_overhead_s=-1.0)
     with pytest.raises(ValueError, match="not a grid of 1 x 2"):
         StepTable((1,), (1, 2), ((1.0,),))
+
+
+def test_without_simpy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    with pytest.raises(ImportError, match="pip install simpy"):
+        run([0.0], [[0]], [4])
 
 
 @pytest.mark.parametrize(

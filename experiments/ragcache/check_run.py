@@ -57,7 +57,7 @@ class CheckConfig:
     requests: int = 300
     questions: int = 120
     skew: float = 0.8
-    rates: tuple[float, ...] = (1.0, 1.6)
+    rates: tuple[float, ...] = (1.2, 1.8)
     policies: tuple[str, ...] = tuple(POLICIES)
     doc_tokens: int = 48
     top_k: int = 2

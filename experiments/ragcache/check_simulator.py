@@ -100,7 +100,7 @@ def check_app() -> typer.Typer:
         model: Annotated[str, typer.Option(help="demo, a hub id or a folder")] = "demo",
         data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
         requests: Annotated[int | None, typer.Option(help="of each run [300]")] = None,
-        rates: Annotated[str | None, typer.Option(help="requests per second [1.0,1.6]")] = None,
+        rates: Annotated[str | None, typer.Option(help="requests per second [1.2,1.8]")] = None,
         policies: Annotated[str | None, typer.Option(help=f"some of {','.join(POLICIES)}")] = None,
         speculate: Annotated[bool, typer.Option("--speculate", help="start prefills during the search")] = False,
         threads: Annotated[int, typer.Option(help="threads of PyTorch")] = 1,
