@@ -93,18 +93,17 @@ def draw(tables: Sequence[Table], x: str, label: str) -> Figure:
                 label=rows[0]["label"],
             )
         colour, marker = style_of("CacheBlend")
-        labelled: set[tuple[int, float]] = set()  # where both criteria meet, one label is enough
-        for offset, (words, keeps, line) in zip((7, -14), CRITERIA.values(), strict=True):
+        lines = []
+        for words, keeps, style in CRITERIA.values():
             rows = [least_compute(t.frame, keeps) for t in group]
             shares = [r["ttft_s"] / n for r, n in zip(rows, sizes, strict=True)]
-            axes.plot(xs, shares, line, color=colour, marker=marker, label=f"CacheBlend, {words}")
-            for at, row, share in zip(xs, rows, shares, strict=True):
-                if (at, row["ratio"]) in labelled:
-                    continue
-                labelled.add((at, row["ratio"]))
-                text = f"{row['ratio']:.0%}"
-                place: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": colour}
-                axes.annotate(text, (at, share), xytext=(0, offset), **place)
+            axes.plot(xs, shares, style, color=colour, marker=marker, label=f"CacheBlend, {words}")
+            lines.append([(float(r["ratio"]), share) for r, share in zip(rows, shares, strict=True)])
+        place: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": colour}
+        for at, *points in zip(xs, *lines, strict=True):
+            # The upper point's label above it, the lower's below; where both criteria meet, one label is enough.
+            for (ratio, share), offset in zip(sorted(set(points), key=lambda p: -p[1]), (7, -14), strict=False):
+                axes.annotate(f"{ratio:.0%}", (at, share), xytext=(0, offset), **place)
         axes.set_title(dataset_title(group[0]), fontsize=10)
         axes.set_xlabel(label)
         axes.set_ylabel("TTFT / batch size (s), median" if max(sizes) > 1 else "TTFT (s), median")
