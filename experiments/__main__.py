@@ -14,6 +14,7 @@ from experiments.fig08 import FIG08
 from experiments.fig10 import FIG10
 from experiments.fig12 import FIG12
 from experiments.fig13 import FIG13
+from experiments.fig14 import FIG14
 from experiments.fig15a import FIG15A
 from experiments.fig15b import FIG15B
 from experiments.fig15c import FIG15C
@@ -21,6 +22,13 @@ from experiments.fig16 import FIG16
 from experiments.fig17 import FIG17
 from experiments.options import app_for
 from experiments.pipelining import PIPELINING
+from experiments.ragcache.fig02 import FIG02 as RAGCACHE_FIG02
+from experiments.ragcache.fig03 import FIG03 as RAGCACHE_FIG03
+from experiments.ragcache.fig04 import FIG04 as RAGCACHE_FIG04
+from experiments.ragcache.fig05 import FIG05 as RAGCACHE_FIG05
+from experiments.ragcache.fig06 import FIG06 as RAGCACHE_FIG06
+from experiments.ragcache.frame import counted_app
+from experiments.reuse_gap import REUSE_GAP
 from experiments.selectors import SELECTORS
 from experiments.selectors_thin import SELECTORS_THIN
 from experiments.timed import timed_app
@@ -28,12 +36,15 @@ from experiments.timed import timed_app
 _INSIDE = (FIG02, FIG03, FIG04, FIG06, FIG07, FIG08, FIG15A, FIG15B, FIG15C, FIG16)
 _ALL = (*_INSIDE, FIG12, FIG13, FIG17, SELECTORS, SELECTORS_THIN)
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
-TIMED = {experiment.name: experiment for experiment in (FIG10, PIPELINING, CONTROLLER)}
+_TIMED = (FIG10, FIG14, PIPELINING, CONTROLLER, RAGCACHE_FIG02, RAGCACHE_FIG04)
+TIMED = {experiment.name: experiment for experiment in _TIMED}
+_COUNTED = (RAGCACHE_FIG03, RAGCACHE_FIG05, RAGCACHE_FIG06, REUSE_GAP)
+COUNTED = {experiment.name: experiment for experiment in _COUNTED}
 
 
 def listing() -> str:
     """Every figure with what it shows, where in the paper it is, and what a run on the demo model takes."""
-    every = sorted((EXPERIMENTS | TIMED).items(), key=lambda item: (not item[0].startswith("fig"), item[0]))
+    every = sorted((EXPERIMENTS | TIMED | COUNTED).items(), key=lambda item: (not item[0].startswith("fig"), item[0]))
     rows = [(f"python -m experiments.{name}", experiment.about) for name, experiment in every]
     rows.append(("python -m experiments all", "all of them; options go to each (--smoke, --limit, ...)"))
     width = max(len(command) for command, _ in rows)
@@ -47,6 +58,7 @@ def main(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     apps = {n: app_for(e) for n, e in EXPERIMENTS.items()} | {n: timed_app(e) for n, e in TIMED.items()}
+    apps |= {n: counted_app(e) for n, e in COUNTED.items()}
     if name != "all" and name not in apps:
         print(f"error: there is no experiment {name!r}; these there are:\n{listing()}", file=sys.stderr)
         return 2

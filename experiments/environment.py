@@ -38,9 +38,11 @@ def processor() -> str:
 def command_line() -> str:
     """The command that is running, as it is typed."""
     script = Path(sys.argv[0])
-    if script.parent.name != "experiments":
+    parents = [folder.name for folder in script.parents[:2]]
+    if "experiments" not in parents:
         return shlex.join([script.name, *sys.argv[1:]])
-    module = "experiments" if script.stem == "__main__" else f"experiments.{script.stem}"
+    package = ".".join(reversed(parents[: parents.index("experiments") + 1]))
+    module = package if script.stem == "__main__" else f"{package}.{script.stem}"
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 

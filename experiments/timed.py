@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
 
@@ -29,6 +29,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Records = Iterator[dict[str, Any]]
+
+
+class Drawn(Protocol):
+    """What `save_figure` needs of a figure."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tabulate(self) -> Callable[[Results], tuple[pd.DataFrame, str]]: ...
+    @property
+    def draw(self) -> Callable[[Results], Figure]: ...
+
+
+def file_stem(figure: str, model: str) -> str:
+    """Figure and model, as files are named."""
+    short = re.sub(r"[^A-Za-z0-9.]+", "-", Path(model).name).strip("-") or "model"
+    return f"{figure.replace('.', '-')}-{short}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,7 @@ class TimedConfig:
     @property
     def stem(self) -> str:
         """Figure and model."""
-        model = re.sub(r"[^A-Za-z0-9.]+", "-", Path(self.model).name).strip("-") or "model"
-        return f"{self.figure}-{model}"
+        return file_stem(self.figure, self.model)
 
     @property
     def file_name(self) -> str:
@@ -146,11 +162,12 @@ def _header(config: TimedConfig, model: kr.ReuseModel) -> dict[str, Any]:
     }
 
 
-def save_figure(experiment: TimedExperiment, results: Results, stem: str, figures: Path) -> list[Path]:
+def save_figure(experiment: Drawn, results: Results, stem: str, figures: Path) -> list[Path]:
     """Table (.md, .csv) and picture (.png) of a run; prints the table."""
     frame, notes = experiment.tabulate(results)
     h = results.header
-    about = f"{h['model']}, {h['device']}, {h['dtype']}, threads: {h['threads']}, {h['date'][:10]}."
+    timed = f"{h['device']}, {h['dtype']}, threads: {h['threads']}" if "device" in h else h["source"]
+    about = f"{h['model']}, {timed}, {h['date'][:10]}."
     if not results.complete:
         about += " Unfinished."
     table = markdown(frame)

@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,22 +16,13 @@ from kvreuse.ragcache import engine as model_side
 from kvreuse.ragcache.controller import Controller, Request
 from kvreuse.ragcache.corpus import Corpus
 from kvreuse.ragcache.node import Document
+from kvreuse.ragcache.planning import Iteration, Planner, id_of
 from kvreuse.ragcache.serving_metrics import ServingMetrics
 from kvreuse.ragcache.serving_types import Job, ServedAnswer, ServerOptions
 from kvreuse.ragcache.speculative import Documents, Generation
-from kvreuse.results import Prefill
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """A piece of work for the model: ``compute`` changes nothing, ``record`` takes its outcome; whose it is."""
-
-    compute: Callable[[], Any]
-    record: Callable[[Any], None]
-    request_ids: list[int]
-
-
-class Books:
+class Books(Planner[model_side.Sequence]):
     """Everything a server knows; ``now`` is its clock, in seconds.
 
     Not thread-safe: the server holds its lock around every call but ``compute``.
@@ -47,8 +36,8 @@ class Books:
         options: ServerOptions,
         now: Callable[[], float],
     ) -> None:
-        self.model, self.corpus, self.options, self.now = engine.model, corpus, options, now
-        self.controller, self.engine = controller, engine
+        super().__init__(controller, engine, now)
+        self.model, self.corpus, self.options, self.engine = engine.model, corpus, options, engine
         self.metrics = ServingMetrics()
         self.jobs: dict[int, Job] = {}
         self.error: BaseException | None = None  # a fault of the program's own
@@ -81,10 +70,8 @@ class Books:
         error = self._too_long(request_id, documents)
         if error is not None:
             self.fail(request_id, error)
-            return
-        with self._scheduling():
-            done = self.controller.final(request_id, documents, self.now())
-        self._answer(done)
+        else:
+            self.searched(request_id, documents)
 
     def fail(self, request_id: int, error: BaseException) -> None:
         """Answer a request with an error."""
@@ -110,24 +97,11 @@ class Books:
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Iteration | None:
-        """The next iteration, a prefill before a decode step; None if there is nothing to do."""
-        for sequence in list(self.engine.rows):
-            if not sequence.generation.live:
-                self.engine.drop(sequence)
-        if self.engine.has_room:
-            lost = self._next_lost()
-            if lost is not None:
-                return Iteration(partial(self.engine.continued, lost), partial(self.engine.rejoin, lost), [_id(lost)])
-            with self._scheduling():
-                ready = self.controller.next_prefill()
-            if ready is not None:
-                sequence = self._sequence(ready[0])
-                prefill = partial(self.engine.prefill, *self.engine.prepare(sequence, ready[1]))
-                return Iteration(prefill, partial(self._record_prefill, sequence), [_id(sequence)])
-        if self.engine.rows:
-            return Iteration(self.engine.step, self._record_step, [_id(s) for s in self.engine.rows])
-        return None
+    def _urgent(self) -> Iteration | None:
+        lost = self._next_lost()
+        if lost is None:
+            return None
+        return Iteration(partial(self.engine.continued, lost), partial(self.engine.rejoin, lost), [id_of(lost)])
 
     def end_step(self) -> None:
         """An iteration is over: what was decided for it was one scheduling step."""
@@ -148,25 +122,6 @@ class Books:
             if sequence.generation.live:
                 return sequence
         return None
-
-    def _record_prefill(self, sequence: model_side.Sequence, result: Prefill) -> None:
-        if not sequence.generation.live:
-            return
-        self.engine.admit(sequence, result)
-        make_payload = self.engine.moving.timed(self.engine.cache.cutter(sequence.prompt, result))
-        with self._scheduling():
-            self.controller.prefilled(sequence.generation, make_payload, self.now())
-        if sequence.done:
-            self._finish(sequence)
-
-    def _record_step(self, logits: torch.Tensor) -> None:
-        for sequence in self.engine.record(logits):
-            self._finish(sequence)
-
-    def _finish(self, sequence: model_side.Sequence) -> None:
-        with self._scheduling():
-            done = self.controller.finished(sequence.generation, len(sequence.tokens), self.now())
-        self._answer(done)
 
     def _answer(self, request: Request | None) -> None:
         if request is None:
@@ -243,7 +198,3 @@ class Books:
         started, moved = time.perf_counter(), self.engine.moving.seconds
         yield
         self._step_s += time.perf_counter() - started - (self.engine.moving.seconds - moved)
-
-
-def _id(sequence: model_side.Sequence) -> int:
-    return sequence.generation.request_id

@@ -20,6 +20,7 @@ from kvreuse.prompt import RagPrompt
 from kvreuse.ragcache.batch import DecodeBatch
 from kvreuse.ragcache.kv import TreeCache
 from kvreuse.ragcache.node import KVBackend, Match
+from kvreuse.ragcache.segments import MakePayload
 from kvreuse.ragcache.speculative import Generation
 from kvreuse.results import Prefill
 from kvreuse.timing import StageTimer
@@ -39,6 +40,11 @@ class Sequence:
     stored: Cache | None = field(default=None, repr=False)
     stored_tokens: int = 0
     done: bool = False
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +121,10 @@ class Engine:
         if not sequence.done:
             self.batch.join(result.cache, sequence.stored_tokens)
             self.rows.append(sequence)
+
+    def payloads(self, sequence: Sequence, result: Prefill) -> MakePayload:
+        """Cuts the documents' K/V out of a prefill, on the stopwatch."""
+        return self.moving.timed(self.cache.cutter(sequence.prompt, result))
 
     def rejoin(self, sequence: Sequence, cache: Cache) -> None:
         """Back into the batch with what `continued` returned."""

@@ -54,14 +54,7 @@ class CostProfiler:
 
     def __call__(self, alpha: float, beta: float) -> float:
         """T(alpha, beta) in seconds: bilinear inside the grid, the nearest edge's value outside of it."""
-        i, u = _locate(self.cached_tokens, alpha)
-        j, v = _locate(self.new_tokens, beta)
-        low = self._along(i, j, u)
-        return low if v == 0.0 else low + v * (self._along(i, j + 1, u) - low)
-
-    def _along(self, i: int, j: int, u: float) -> float:
-        value = self.seconds[i][j]
-        return value if u == 0.0 else value + u * (self.seconds[i + 1][j] - value)
+        return bilinear(self.cached_tokens, self.new_tokens, self.seconds, alpha, beta)
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
@@ -206,6 +199,21 @@ def conditions(model: ReuseModel) -> dict[str, str]:
         "device": name,
         "threads": str(torch.get_num_threads()) if device.type == "cpu" else "any",
     }
+
+
+def bilinear(
+    rows: tuple[int, ...], columns: tuple[int, ...], values: tuple[tuple[float, ...], ...], row: float, column: float
+) -> float:
+    """The value between four grid points, ``values[i][j]`` at ``(rows[i], columns[j])``; clamped to the grid."""
+    i, u = _locate(rows, row)
+    j, v = _locate(columns, column)
+
+    def along(j: int) -> float:
+        value = values[i][j]
+        return value if u == 0.0 else value + u * (values[i + 1][j] - value)
+
+    low = along(j)
+    return low if v == 0.0 else low + v * (along(j + 1) - low)
 
 
 def _locate(axis: tuple[int, ...], value: float) -> tuple[int, float]:

@@ -6,8 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvreuse.ragcache.bookkeeping import Books, Iteration
+from kvreuse.ragcache.bookkeeping import Books
 from kvreuse.ragcache.corpus import Retrieves
+from kvreuse.ragcache.planning import Iteration
 from kvreuse.ragcache.speculative import Documents
 from kvreuse.ragcache.worker import Superseded, Worker
 

@@ -1,0 +1,219 @@
+"""CacheBlend, figure 14: TTFT against request rate on the extended sets, with a cache of fixed size.
+
+The service times are measured on the model; the queue they go through is simulated.
+
+python -m experiments.fig14 --model demo --threads 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvreuse as kr
+from experiments.extended import extended_set
+from experiments.plotting import DATASET_TITLES, STYLES, band, legend_below, new_figure, tidy
+from experiments.replay import INFINITE, Found, replay_chunks, replay_prefix
+from experiments.results import Results
+from experiments.service_times import BLEND, FULL, PREFIX, REUSE, measure_service, service_table
+from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, timed_app
+from experiments.vectors import embedder_named
+from experiments.workloads import Workload, poisson_arrivals
+from kvreuse.intervals import bootstrap_interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+DATASETS = ("musique", "2wikimqa")
+CAPACITIES = (0.25, 1.0)  # of the tokens of all different chunks
+SEEDS = 5
+LOADS = tuple(float(x) for x in np.geomspace(0.2, 8.0, 16))  # rate x full recompute's mean service time
+METHODS = (FULL, PREFIX, REUSE, BLEND)
+LABELS = {
+    FULL: "full recompute",
+    PREFIX: "prefix caching",
+    REUSE: "full reuse (loses quality)",
+    BLEND: "CacheBlend",
+}
+WITHIN = 2.0  # "keeps up": a mean TTFT below so many times full recompute's service time
+NOTES = (
+    "A first-in, first-out queue with one server, simulated; a request's service is a measured one of the same method "
+    "and number of cached chunks (rounds drawn at random), scaled by its length: the prefill, and what follows the "
+    "first token before the server is free (K/V the cache did not have). Decoding is left out. Cache: LRU, its size a "
+    "share of the tokens of all different chunks; prefix caching holds document sequences, the others chunks. The "
+    "first sixth of the requests is left out. Keeps up: the highest simulated rate at which the mean TTFT stays below "
+    f"{WITHIN:g} x full recompute's service time. Means over {SEEDS} seeds (order of queries and chunks, arrivals) "
+    "with 95% bootstrap intervals."
+)
+
+
+def measure(config: TimedConfig, model: kr.ReuseModel) -> Records:
+    """Service times, then the queue: over datasets, cache sizes, seeds, methods and rates."""
+    services = []
+    for record in measure_service(model, prompt_of(config, model), config.repeats):
+        services.append(record)
+        yield record
+    yield from queue_records(config, model, services)
+
+
+def queue_records(config: TimedConfig, model: kr.ReuseModel, services: list[dict[str, Any]]) -> Records:
+    """What the simulated queue gives for the measured service times."""
+    embedder = embedder_named("words" if config.small else "demo")
+    table, tokens = service_table(services), services[0]["tokens"]
+    for dataset in DATASETS:
+        for seed in range(SEEDS):
+            workload = extended_set(
+                dataset,
+                model,
+                data_dir="small" if config.small else config.data_dir,
+                chunk_tokens=config.chunk_tokens,
+                top_k=config.num_chunks,
+                seed=seed,
+                embedder=embedder,
+            )
+            for share in CAPACITIES:
+                for method in METHODS:
+                    hits = cached_chunks(method, workload, int(share * workload.distinct_tokens))
+                    base = {"dataset": dataset, "seed": seed, "share": share, "kind": method}
+                    yield from _queue(base, workload, hits, table, tokens)
+
+
+def cached_chunks(method: str, workload: Workload, capacity: int) -> np.ndarray:
+    """How many chunks of every request are cached: leading ones (prefix caching), any (chunk reuse), none."""
+    if method == FULL:
+        return np.zeros(len(workload.requests), dtype=int)
+    found: Iterator[Found] = (replay_prefix if method == PREFIX else replay_chunks)(workload, min(capacity, INFINITE))
+    return np.array([sum(f.hits) for f in found])
+
+
+def _queue(
+    base: Mapping[str, Any], workload: Workload, hits: np.ndarray, table: Mapping[tuple[str, int], Any], tokens: int
+) -> Records:
+    """One record per rate."""
+    kind, seed, warm = base["kind"], base["seed"], workload.warmup
+    rng = np.random.default_rng([seed, METHODS.index(kind)])
+    drawn = np.array([row[rng.integers(len(row))].numpy() for row in (table[kind, int(n)] for n in hits)])
+    sizes = np.array([workload.system_tokens + r.input_tokens for r in workload.requests])
+    ttft, after = (drawn * (sizes / tokens)[:, None]).T
+    full_s = float(table[FULL, 0][:, 0].mean()) * sizes.mean() / tokens
+    for load in LOADS:
+        rate = load / full_s
+        arrivals = np.array(poisson_arrivals(rate, len(sizes), seed))
+        times = (fifo_waits(arrivals, ttft + after) + ttft)[warm:]
+        yield {
+            "case_id": f"{base['dataset']}, {base['share']}, seed {seed}",
+            "method": f"{kind} at {load:.3g}",
+            **base,
+            "load": load,
+            "rate": rate,
+            "mean_ttft_s": float(times.mean()),
+            "p95_ttft_s": float(np.percentile(times, 95)),
+            "service_s": float(ttft[warm:].mean()),
+            "full_s": full_s,
+            "cached_share": float(hits[warm:].mean() / max(len(r.documents) for r in workload.requests)),
+            "requests": len(times),
+        }
+
+
+def fifo_waits(arrivals: np.ndarray, services: np.ndarray) -> np.ndarray:
+    """Seconds that each request waits for one server, first come, first served (Lindley's recursion, exactly)."""
+    drift = np.concatenate([[0.0], np.cumsum(services[:-1] - np.diff(arrivals))])
+    return drift - np.minimum.accumulate(np.minimum(drift, 0.0))
+
+
+def queue_frame(results: Results) -> pd.DataFrame:
+    """A row per dataset, cache size, method and rate: means over seeds, with intervals."""
+    import pandas as pd
+
+    frame = pd.DataFrame([r for r in results.records if "rate" in r])
+    rows = []
+    for key, group in frame.groupby(["dataset", "share", "kind", "load"], sort=False):
+        spread = bootstrap_interval(group["mean_ttft_s"].tolist())
+        row = dict(zip(("dataset", "share", "kind", "load"), key, strict=True))
+        row |= {"ttft": spread.mean, "ttft_low": spread.low, "ttft_high": spread.high}
+        rows.append(row | {n: group[n].mean() for n in ("rate", "p95_ttft_s", "service_s", "full_s", "cached_share")})
+    return pd.DataFrame(rows)
+
+
+def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
+    """A row per dataset, cache size and method."""
+    import pandas as pd
+
+    rows = []
+    for (dataset, share), group in queue_frame(results).groupby(["dataset", "share"], sort=False):
+        bounds = {kind: _keeps_up(part) for kind, part in group.groupby("kind", sort=False)}
+        for kind, part in group.groupby("kind", sort=False):
+            low = part.iloc[0]
+            rows.append(
+                {
+                    "dataset": f"{DATASET_TITLES[dataset]} extended",
+                    "cache": f"{share:.0%}",
+                    "method": LABELS[kind],
+                    "chunks cached": f"{low['cached_share']:.1%}",
+                    "mean service to first token, s": low["service_s"],
+                    "TTFT at the lowest rate, s": f"{low['ttft']:.3g} [{low['ttft_low']:.3g}, {low['ttft_high']:.3g}]",
+                    "keeps up to, requests/s": bounds[kind],
+                    "times prefix caching": bounds[kind] / bounds[PREFIX],
+                }
+            )
+    return pd.DataFrame(rows), NOTES
+
+
+def _keeps_up(part: pd.DataFrame) -> float:
+    """The highest rate before the mean TTFT first passes the bound, between simulated rates on a line."""
+    bound = WITHIN * part["full_s"].iloc[0]
+    rates, times = part["rate"].tolist(), part["ttft"].tolist()
+    for place, seconds in enumerate(times):
+        if seconds > bound:
+            if place == 0:
+                return float("nan")
+            part_way = (bound - times[place - 1]) / (seconds - times[place - 1])
+            return float(rates[place - 1] + part_way * (rates[place] - rates[place - 1]))
+    return float(rates[-1])
+
+
+def draw(results: Results) -> Figure:
+    """A column per dataset, a row per cache size."""
+    frame = queue_frame(results)
+    figure, panels = new_figure(len(CAPACITIES), len(DATASETS), sharex="col")
+    for row, share in enumerate(CAPACITIES):
+        for column, dataset in enumerate(DATASETS):
+            axes = panels[row][column]
+            here = frame[(frame["dataset"] == dataset) & (frame["share"] == share)]
+            for kind in METHODS:
+                colour, marker = STYLES[kind.split("(", 1)[0]]
+                line = here[here["kind"] == kind]
+                band(axes, line["rate"], line, "ttft", color=colour, marker=marker, label=LABELS[kind])
+            axes.set_ylim(0, 6 * here["full_s"].iloc[0])
+            axes.set_title(f"{DATASET_TITLES[dataset]} extended, cache of {share:.0%}", fontsize=10)
+            axes.set_ylabel("mean TTFT (s)")
+            tidy(axes)
+            if row == len(CAPACITIES) - 1:
+                axes.set_xlabel("requests per second")
+    h = results.header
+    threads = f"{h['threads']} thread{'s' if h['threads'] != 1 else ''}"
+    figure.suptitle(
+        f"{h['model']}, {h['num_chunks']} chunks of at most {h['chunk_tokens']} tokens: TTFT against request rate\n"
+        f"(service times measured: {h['device']}, {threads}; queue simulated, {SEEDS} seeds)",
+        fontsize=11,
+    )
+    legend_below(figure, 4)
+    return figure
+
+
+FIG14 = TimedExperiment(
+    name="fig14",
+    shows="TTFT against request rate on the extended sets, cache of fixed size (simulated queue).",
+    measure=measure,
+    tabulate=tabulate,
+    draw=draw,
+    section="CacheBlend 7.2",
+    cost="5 minutes at 256-token chunks",
+    repeats=3,
+)
+
+if __name__ == "__main__":
+    timed_app(FIG14)()

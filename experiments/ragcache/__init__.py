@@ -1,0 +1,1 @@
+"""RAGCache's figures and tables (arXiv:2404.12457), one file each."""

@@ -1,0 +1,116 @@
+"""RAGCache, figure 3: how long documents and requests are.
+
+python -m experiments.ragcache.fig03 --data-dir ../shared/data
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.plotting import legend_below, log_axis, new_figure, tidy
+from experiments.ragcache.frame import CountedConfig, CountedExperiment, counted_app
+from experiments.results import Results
+from experiments.timed import Records
+from experiments.traces import mooncake, ragpulse, ragpulse_passages
+from experiments.vectors import Search
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+PANELS = {"documents": "documents", "requests": "requests"}
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#882255")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+NOTES = (
+    "Texts in tokens of the model's tokenizer, a document with the empty line behind it; traces in their own tokens, "
+    "as published. A question is what is asked, without documents; a prompt is everything. Documents here are "
+    "paragraphs, the paper's come from a far larger Wikipedia corpus: see docs/reproduction.md."
+)
+
+
+def _record(panel: str, name: str, lengths: Sequence[int]) -> dict[str, Any]:
+    values = np.asarray(lengths)
+    return {
+        "case_id": panel,
+        "method": name,
+        "count": len(values),
+        "mean": float(values.mean()),
+        "percentiles": [float(v) for v in np.percentile(values, np.arange(101))],
+    }
+
+
+def count(config: CountedConfig) -> Records:
+    """Percentiles of every length: no text, no single value but the extremes."""
+    search = Search("flat", 1, embedder=config.embedder)
+    for number, name in enumerate(config.datasets):
+        found = config.retrieved(name, search)
+        if number == 0:
+            label = {"wiki": "wiki corpus", "small": "small sets' paragraphs"}[found.corpus.name]
+            yield _record("documents", label, found.document_tokens)
+        yield _record("requests", f"{_TITLES[name]}, question", found.question_tokens)
+    if config.has_trace("ragpulse"):
+        yield _record("documents", "RAGPulse, passages", list(ragpulse_passages(config.data).values()))
+        whole = ragpulse(config.data, view="prompt").head(config.limit)
+        yield _record("requests", "RAGPulse, prompt", [r.input_tokens for r in whole.requests])
+    if config.has_trace("mooncake"):
+        chats = mooncake(config.data).head(config.limit)
+        yield _record("requests", "Mooncake, prompt", [r.input_tokens for r in chats.requests])
+
+
+_TITLES = {"mmlu": "MMLU", "nq": "Natural Questions", "2wiki": "2WikiMultihopQA", "musique": "MuSiQue"}
+
+
+def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
+    """A row per kind of text."""
+    import pandas as pd
+
+    rows = [
+        {
+            "what": r["case_id"],
+            "of": r["method"],
+            "number": r["count"],
+            "mean, tokens": round(r["mean"], 1),
+            **{f"{p}%": round(r["percentiles"][p]) for p in (5, 50, 95, 99)},
+            "longest": round(r["percentiles"][100]),
+        }
+        for r in results.records
+    ]
+    return pd.DataFrame(rows), NOTES
+
+
+def draw(results: Results) -> Figure:
+    """Cumulative distributions: documents left, requests right."""
+    figure, panels = new_figure(1, 2, sharey=True)
+    order = 0
+    for axes, (panel, title) in zip(panels[0], PANELS.items(), strict=True):
+        for record in (r for r in results.records if r["case_id"] == panel):
+            at = order % len(COLOURS)
+            label = f"{record['method']} (mean {record['mean']:,.0f})"
+            axes.plot(record["percentiles"], range(101), color=COLOURS[at], linestyle=LINES[at], label=label)
+            order += 1
+        log_axis(axes, (1.0,))
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("tokens (log scale)")
+        axes.set_ylim(0, 102)
+        tidy(axes)
+    panels[0][0].set_ylabel("shorter than that (%)")
+    figure.suptitle("Lengths of documents and of requests", fontsize=11)
+    legend_below(figure, 2)
+    return figure
+
+
+FIG03 = CountedExperiment(
+    name="ragcache.fig03",
+    shows="lengths of documents, questions and whole prompts, in tokens.",
+    count=count,
+    tabulate=tabulate,
+    draw=draw,
+    section="RAGCache 3.1",
+    cost="seconds; the first time 20 minutes, for embeddings",
+)
+
+if __name__ == "__main__":
+    counted_app(FIG03)()

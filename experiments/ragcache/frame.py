@@ -1,0 +1,229 @@
+"""Figures that are counted, not timed: from workloads alone, without a model (its tokenizer counts tokens).
+
+The same command line, records and pictures as the timed figures have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import kvreuse as kr
+from experiments.corpora import data_folder, question_sets, source_of
+from experiments.environment import COMMIT, command_line, processor, versions
+from experiments.options import HERE, fail
+from experiments.results import RecordWriter, Results, find_results, read_results
+from experiments.runner import say
+from experiments.timed import Records, file_stem, save_figure
+from experiments.vectors import Search, Tokenizer
+from experiments.workloads import Retrieved, retrieve
+
+try:
+    import typer
+except ImportError:
+    sys.exit("the experiments' command line needs typer: pip install 'kvreuse[experiments]'")
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, a workload the same in every figure.
+WORKLOAD_STYLES: dict[str, tuple[str, str]] = {
+    "mmlu": ("#0072B2", "o"),
+    "nq": ("#E69F00", "s"),
+    "2wiki": ("#009E73", "^"),
+    "musique": ("#CC79A7", "P"),
+    "ragpulse": ("#D55E00", "D"),
+    "ragpulse-prompt": ("#882255", "v"),
+    "mooncake": ("#56B4E9", "X"),
+}
+WORKLOAD_TITLES: dict[str, str] = {
+    "mmlu": "MMLU",
+    "nq": "Natural Questions",
+    "2wiki": "2WikiMultihopQA",
+    "musique": "MuSiQue",
+    "ragpulse": "RAGPulse, passages",
+    "ragpulse-prompt": "RAGPulse, whole prompts",
+    "mooncake": "Mooncake, conversations",
+}
+
+
+@dataclass(frozen=True)
+class CountedConfig:
+    """What is counted; its hash is part of the records file's name.
+
+    Args:
+        figure: which script runs it.
+        datasets: question sets.
+        model: whose tokenizer counts: "demo", a hub id or a folder.
+        embedder: "demo", "words" (lexical, no model), a hub id or a folder.
+        limit: questions per set and requests per trace at most; None takes all.
+        seeds: orders of the questions that are replayed.
+        small: take the project's own small sets.
+    """
+
+    figure: str
+    datasets: tuple[str, ...]
+    model: str = "demo"
+    embedder: str = "demo"
+    limit: int | None = None
+    seeds: int = 5
+    small: bool = False
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "seeds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+    @property
+    def data(self) -> str | None:
+        """``data_dir`` for the loaders."""
+        return "small" if self.small else self.data_dir
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the real sets; None where the small ones are used."""
+        return data_folder(self.data)
+
+    @property
+    def stem(self) -> str:
+        """Figure and model."""
+        return file_stem(self.figure, self.model)
+
+    @property
+    def file_name(self) -> str:
+        """Readable, and different for every configuration."""
+        return f"{self.stem}-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}.jsonl"
+
+    def counter(self) -> Tokenizer:
+        """What counts tokens."""
+        return Tokenizer(self.model)
+
+    def retrieved(self, name: str, search: Search) -> Retrieved:
+        """A question set with what was found for it."""
+        return retrieve(name, search, data_dir=self.data, limit=self.limit, counter=self.counter())
+
+    def has_trace(self, name: str) -> bool:
+        """Whether a trace ("ragpulse", "mooncake") is in the data folder: there is none among the small sets."""
+        return self.folder is not None and (self.folder / f"trace_{name}").is_dir()
+
+
+@dataclass(frozen=True)
+class CountedExperiment:
+    """One figure: what it shows, what is counted, what its records say.
+
+    ``count`` yields records with a ``case_id`` and a ``method``; ``tabulate`` makes a frame and notes of them, ``draw``
+    the picture.
+    """
+
+    name: str
+    shows: str
+    count: Callable[[CountedConfig], Records]
+    tabulate: Callable[[Results], tuple[pd.DataFrame, str]]
+    draw: Callable[[Results], Figure]
+    section: str
+    cost: str
+    datasets: tuple[str, ...] = ("mmlu", "nq", "2wiki")
+    seeds: int = 5
+
+    @property
+    def about(self) -> str:
+        """The line of the list of figures, and the help text."""
+        return f"{self.shows} [{self.section}; {self.cost}]"
+
+
+def run_counted(experiment: CountedExperiment, config: CountedConfig, folder: Path, force: bool = False) -> Path:
+    """Count, unless the records are there. An interrupted run is begun anew."""
+    path = folder / config.file_name
+    if path.is_file() and not force:
+        say(f"{path} is complete ({read_results(path).header['date']}); --force runs it again")
+        return path
+    with RecordWriter(path, _header(config), [], force=True) as writer:
+        for record in experiment.count(config):
+            writer.write(record)
+        return writer.finish()
+
+
+def _header(config: CountedConfig) -> dict[str, Any]:
+    return {
+        "config": repr(config),
+        "figure": config.figure,
+        "datasets": config.datasets,
+        "source": source_of(config.folder),
+        "limit": config.limit,
+        "seeds": config.seeds,
+        "embedder": config.embedder,
+        "model": config.model,
+        "processor": processor(),
+        "versions": versions(),
+        "commit": COMMIT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+    }
+
+
+def chosen_sets(experiment: CountedExperiment, named: str | None, data: str | None) -> tuple[str, ...]:
+    """The question sets of a run: those named, as far as there are such, else the figure's own that are there."""
+    there = question_sets(data)
+    wanted = [name.strip() for name in named.split(",")] if named else list(experiment.datasets)
+    found = tuple(name for name in wanted if name in there)
+    if named and not found:
+        say(f"{experiment.name} has no question set {named}; it takes {', '.join(there)}")
+    return found or there
+
+
+def counted_app(experiment: CountedExperiment) -> typer.Typer:
+    """The command line of one figure."""
+
+    def main(
+        model: Annotated[str, typer.Option(help="whose tokenizer counts: demo, a hub id or a folder")] = "demo",
+        dataset: Annotated[str | None, typer.Option(help="question sets, some of mmlu,nq,2wiki")] = None,
+        embedder: Annotated[str | None, typer.Option(help="demo, words (no model), a hub id or a folder")] = None,
+        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
+        limit: Annotated[int | None, typer.Option(help="requests per workload [all]")] = None,
+        seeds: Annotated[int | None, typer.Option(help="orders of the questions")] = None,
+        device: Annotated[str | None, typer.Option(hidden=True)] = None,  # for `all`: there is no model here
+        dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
+        threads: Annotated[int | None, typer.Option(hidden=True)] = None,
+        repeats: Annotated[int | None, typer.Option(hidden=True)] = None,
+        smoke: Annotated[bool, typer.Option("--smoke", help="the small sets, few requests: seconds")] = False,
+        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
+        records: Annotated[Path | None, typer.Option(help="draw this file; run nothing")] = None,
+        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
+        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
+        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+    ) -> None:
+        try:
+            data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)
+            config = CountedConfig(
+                figure=experiment.name,
+                datasets=chosen_sets(experiment, dataset, data),
+                model=model,
+                embedder=embedder or ("words" if smoke else "demo"),
+                limit=limit or (60 if smoke else None),
+                seeds=seeds or (2 if smoke else experiment.seeds),
+                small=data == "small",
+                data_dir=None if data == "small" else data,
+            )
+            if not (plot_only or records):
+                run_counted(experiment, config, out, force)
+            path = records or find_results(out / config.file_name)
+            if path is None:
+                raise FileNotFoundError(f"no results to draw: {out / config.file_name} is not there; run it first")
+            save_figure(experiment, read_results(path), config.stem, figures)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
+            fail(error)
+
+    main.__doc__ = experiment.about
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=experiment.about)(main)
+    return app

@@ -1,0 +1,257 @@
+"""A discrete-event simulator of `RagServer`, on simpy: a cost model in place of the model, all else the same objects.
+
+Tree, policy, queue, speculator and planner are the server's. Arrivals, searches and the model's iterations are
+processes over one simulated clock. What a search has found waits until the running iteration is over; an iteration is
+one prefill or one decode step of the whole batch; a prefill goes first. No random numbers are drawn: equal inputs give
+equal results, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvreuse.ragcache.controller import Controller, Request
+from kvreuse.ragcache.cost_models import CostModel
+from kvreuse.ragcache.node import Document
+from kvreuse.ragcache.simulated import SimulatedBooks, SimulatedEngine, SimulatedSequence
+from kvreuse.ragcache.simulation_data import Requests, SimulationResult
+from kvreuse.ragcache.speculative import Documents, Generation, Speculator
+from kvreuse.ragcache.systems import RAGCACHE, System
+from kvreuse.ragcache.tree import KnowledgeTree
+
+if TYPE_CHECKING:
+    import simpy
+
+    Process = Generator[simpy.Event, None, None]
+
+INSTALL = "the simulator needs simpy: pip install simpy (or 'kvreuse[experiments]')"
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """A server of one system on one machine; `run` serves requests.
+
+    Args:
+        costs: what takes how long.
+        gpu, host: capacities of the tiers, like "2GiB" or a number of bytes; a system without host memory ignores
+            ``host``.
+        system: what is cached, and who is next.
+        system_tokens: size of the system prompt.
+        max_batch: sequences that decode together.
+        max_prefill_batch: fewer than this must wait for a speculative generation to start.
+        search_threads: searches at a time; None: all start as they arrive.
+        max_open: while so many requests are open arrivals wait, and all later ones are put off as much; None: never.
+        max_nodes: see `KnowledgeTree`.
+        stepwise: an event for every decode step, also where nothing can happen in between. For tests: the result is the
+            same, bit for bit.
+    """
+
+    costs: CostModel
+    gpu: str | int = "1GiB"
+    host: str | int = "4GiB"
+    system: System = RAGCACHE
+    system_tokens: int = 0
+    max_batch: int = 4
+    max_prefill_batch: int = 4
+    search_threads: int | None = 1
+    max_open: int | None = None
+    max_nodes: int | None = 100_000
+    stepwise: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_prefill_batch", "search_threads", "max_open"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
+
+    def new_tree(self) -> KnowledgeTree:
+        """An empty tree of this server's."""
+        per_token = self.costs.bytes_per_token
+        return KnowledgeTree(
+            self.gpu if self.system.reuse else max(1, self.system_tokens * per_token),
+            self.host if self.system.host else 0,
+            bytes_per_token=per_token,
+            policy=self.system.policy,
+            cost=self.costs.prefill_s,
+            system_tokens=self.system_tokens,
+            max_depth=self.system.max_depth,
+            max_nodes=self.max_nodes,
+        )
+
+    def run(
+        self,
+        requests: Requests,
+        tree: KnowledgeTree | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> SimulationResult:
+        """Serve all requests.
+
+        Args:
+            tree: one to go on with, `new_tree` of a like simulator; None: an empty one.
+            progress: called with the number of requests answered, every thousand.
+
+        Raises:
+            ImportError: simpy is not installed.
+        """
+        return _Run(self, requests, tree or self.new_tree(), progress).result()
+
+
+class _Run:
+    """One simulation on its way."""
+
+    def __init__(
+        self, server: Simulator, requests: Requests, tree: KnowledgeTree, progress: Callable[[int], None] | None
+    ) -> None:
+        try:
+            import simpy
+        except ImportError as error:
+            raise ImportError(INSTALL) from error
+        self.server, self.requests, self.tree, self.progress = server, requests, tree, progress
+        self.env = simpy.Environment()
+        system, costs = server.system, server.costs
+        speculator = Speculator(server.max_prefill_batch, system.speculate)
+        self.controller = Controller(tree, speculator, system.window)
+        self.engine = SimulatedEngine(costs, tree, server.max_batch)
+        self.books = SimulatedBooks(self.controller, self.engine, self.now, self._new_sequence, self._answered)
+        self.stages = requests.shown(len(costs.search_stage_s)) if system.speculate else None
+        whole = costs.search_stage_s
+        self.stage_s = whole if self.stages is not None else (math.fsum(whole),)
+        self.documents = [Document(i, int(n)) for i, n in enumerate(requests.document_tokens.tolist())]
+        self.inbox: deque[tuple[int, Documents, bool]] = deque()
+        self.questions: deque[int] = deque()
+        self.model_idle: simpy.Event | None = None
+        self.idle_searchers: deque[simpy.Event] = deque()
+        self.full: simpy.Event | None = None
+        self.out = SimulationResult.empty(server.system.name, costs.name, requests)
+
+    def now(self) -> float:
+        """The simulated clock."""
+        return float(self.env.now)
+
+    def result(self) -> SimulationResult:
+        """Run to the end."""
+        self.env.process(self._arrivals())
+        for _ in range(self.server.search_threads or 0):
+            self.env.process(self._searcher())
+        self.env.process(self._model())
+        self.env.run()
+        stats = self.controller.speculator.stats
+        counts: dict[str, float] = {
+            "prefills": self.engine.num_prefills,
+            "decode_steps": self.engine.num_steps,
+            **{f"speculations_{name}": value for name, value in vars(stats).items()},
+            **{f"{tier.name}_evictions": tier.evictions for tier in self.tree.tiers},
+            **{f"{tier.name}_bytes_in": tier.bytes_in for tier in self.tree.tiers},
+            **{f"{name}_s": value for name, value in sorted(self.engine.seconds.items())},
+        }
+        return self.out.finished(counts, self.server.system_tokens, self.server.system.block_tokens or 1)
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def _arrivals(self) -> Process:
+        env, threads, late = self.env, self.server.search_threads, 0.0
+        for number, at in enumerate(self.requests.arrival_s.tolist()):
+            if at + late > env.now:
+                yield self._until(at + late)
+            if self.server.max_open is not None and len(self.controller.open) >= self.server.max_open:
+                self.full = env.event()
+                yield self.full
+                late = self.now() - at
+            self.controller.arrive(number, int(self.requests.question_tokens[number]), self.now())
+            if threads is None:
+                env.process(self._search(number))
+            else:
+                self.questions.append(number)
+                if self.idle_searchers:
+                    self.idle_searchers.popleft().succeed()
+
+    def _searcher(self) -> Process:
+        while True:
+            while not self.questions:
+                idle = self.env.event()
+                self.idle_searchers.append(idle)
+                yield idle
+            yield from self._search(self.questions.popleft())
+
+    def _search(self, number: int) -> Process:
+        last = len(self.stage_s) - 1
+        for stage, seconds in enumerate(self.stage_s):
+            yield self.env.timeout(seconds)
+            if stage == last:
+                self._post(number, self._documents(self.requests.documents[number]), True)
+            elif self.stages is not None:
+                found = self._documents(self.stages[number, stage])
+                if found:
+                    self._post(number, found, False)
+
+    def _model(self) -> Process:
+        env, engine, books = self.env, self.engine, self.books
+        while True:
+            while self.inbox:
+                number, documents, final = self.inbox.popleft()
+                if final:
+                    books.searched(number, documents)
+                else:
+                    self.controller.stage(number, documents)
+            moved_s = engine.moved_s()
+            work = books.plan()
+            if work is None:
+                if moved_s:
+                    yield env.timeout(moved_s)
+                else:
+                    self.model_idle = env.event()
+                    yield self.model_idle
+                continue
+            end = env.now + (moved_s + work.compute())
+            if work.is_step and not self.server.stepwise:
+                end = engine.run_ahead(end, env.peek())
+            yield self._until(end)
+            work.record(None)
+            moved_s = engine.moved_s()
+            if moved_s:
+                yield env.timeout(moved_s)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _until(self, at: float) -> simpy.Event:
+        """An event at exactly ``at``: now + (at - now) may round to something else."""
+        now = self.env.now
+        delay = at - now
+        while now + delay < at:
+            delay = math.nextafter(delay, math.inf)
+        while now + delay > at:
+            delay = math.nextafter(delay, -math.inf)
+        return self.env.timeout(delay)
+
+    def _post(self, number: int, documents: Documents, final: bool) -> None:
+        self.inbox.append((number, documents, final))
+        if self.model_idle is not None:
+            idle, self.model_idle = self.model_idle, None
+            idle.succeed()
+
+    def _documents(self, row: np.ndarray[Any, Any]) -> Documents:
+        found = tuple([self.documents[i] for i in row.tolist() if i >= 0])
+        return self.server.system.units(found)[0]
+
+    def _new_sequence(self, generation: Generation) -> SimulatedSequence:
+        number = generation.request_id
+        if self.server.system.speculate:
+            prompt = sum(document.num_tokens for document in generation.documents)
+        else:  # the tree may not look at all tokens
+            prompt = self.out.context_tokens[number].item()
+        prompt += self.server.system_tokens + self.requests.question_tokens[number].item()
+        return SimulatedSequence(generation, prompt, self.requests.new_tokens[number].item())
+
+    def _answered(self, request: Request, sequence: SimulatedSequence) -> None:
+        self.out.record(request, sequence.prefill_s)
+        if self.full is not None:
+            full, self.full = self.full, None
+            full.succeed()
+        if self.progress is not None and self.out.num_answered % 1000 == 0:
+            self.progress(self.out.num_answered)

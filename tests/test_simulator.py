@@ -1,0 +1,444 @@
+"""The simulator: exact times by hand, the real server's books on a virtual clock, replays of the tree, conservation."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvreuse as kr
+from kvreuse.ragcache import published
+from kvreuse.ragcache.bookkeeping import Books
+from kvreuse.ragcache.controller import Controller
+from kvreuse.ragcache.corpus import Corpus
+from kvreuse.ragcache.cost_models import MeasuredCosts, StepTable
+from kvreuse.ragcache.engine import Engine
+from kvreuse.ragcache.kv import TreeCache
+from kvreuse.ragcache.node import Document
+from kvreuse.ragcache.profiler import CostProfiler
+from kvreuse.ragcache.published import A10G_LLAMA2_7B, A10G_MISTRAL_7B, H800_LLAMA2_70B, H800_MIXTRAL_8X7B
+from kvreuse.ragcache.serving_types import ServedAnswer, ServerOptions
+from kvreuse.ragcache.simulation_data import Requests, SimulationResult
+from kvreuse.ragcache.simulator import Simulator
+from kvreuse.ragcache.speculative import Speculator
+from kvreuse.ragcache.systems import NO_REUSE, RAGCACHE, SGLANG_LIKE, SYSTEMS, VLLM_LIKE, System, with_policy
+from tests.test_server import TEXTS, Letters
+from tests.tiny import tiny_model
+
+ARRAYS = ("arrived_s", "retrieved_s", "first_token_s", "finished_s", "prefill_s", "cached_tokens", "hit_documents")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Costs in eighths of a second, so that sums are exact: 1/8 s per new token, 1/2 s per step and so on."""
+
+    search_stage_s: tuple[float, ...] = (1.0,)
+    step: float = 0.5
+    overhead: float = 0.0
+    kept: float = 0.0
+    to_gpu: float = 0.0
+    to_host: float = 0.0
+    name: str = "round numbers"
+    bytes_per_token: int = 1
+
+    def prefill_s(self, cached_tokens: int, new_tokens: int) -> float:
+        return new_tokens / 8
+
+    def prefill_overhead_s(self, num_rows: int) -> float:
+        return self.overhead * (1 + num_rows)
+
+    def step_s(self, num_rows: int, longest: int, total: int) -> float:
+        return self.step
+
+    def move_s(self, kept: int, to_gpu: int, to_host: int) -> float:
+        return kept * self.kept + to_gpu * self.to_gpu + to_host * self.to_host
+
+
+PLAIN = System("plain", kr.LRU(), window=0, speculate=False)
+
+
+def run(
+    arrivals: list[float], documents: list[list[int]], sizes: list[int], new: Any = 1, stages: Any = None, **server: Any
+) -> SimulationResult:
+    requests = Requests.from_lists(arrivals, documents, sizes, 2, new, stages)
+    defaults: dict[str, Any] = {"costs": Round(), "gpu": 1000, "host": 1000, "system": PLAIN}
+    return Simulator(**{**defaults, **server}).run(requests)
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_request() -> None:
+    """Search from 1 to 2, 12 tokens of prefill, two more tokens."""
+    result = run([1.0], [[0]], [10], new=3)
+    assert result.retrieved_s.tolist() == [2.0]
+    assert result.first_token_s.tolist() == [3.5]
+    assert result.finished_s.tolist() == [4.5]
+    assert result.ttft_s.tolist() == [2.5]
+    assert result.computed_tokens.tolist() == [12]
+    assert result.prefill_s.tolist() == [1.5]
+    assert result.throughput_per_s == 1 / 3.5
+    assert (result.counts["prefills"], result.counts["decode_steps"], result.counts["decode_s"]) == (1, 2, 1.0)
+
+
+def test_overheads_and_moved_bytes_take_time() -> None:
+    """Overhead before the first token; keeping 10 bytes behind it, before the next step."""
+    result = run([0.0], [[0]], [10], new=2, costs=Round(overhead=0.25, kept=0.125))
+    assert result.first_token_s.tolist() == [1 + 0.25 + 1.5]
+    assert result.finished_s.tolist() == [2.75 + 1.25 + 0.5]
+    assert result.counts["moving_s"] == 1.25
+
+
+def test_a_prefill_waits_for_the_running_step_and_goes_before_the_next() -> None:
+    """A decodes from 2.5 on in steps of 0.5; what is found in the first step waits until 3.0."""
+    result = run([0.0, 0.625], [[0], [1]], [10, 6], new=[5, 1], search_threads=None)
+    assert result.retrieved_s.tolist() == [1.0, 2.5]
+    assert result.first_token_s.tolist() == [2.5, 3.5]
+    late = run([0.0, 1.625], [[0], [1]], [10, 6], new=[5, 1], search_threads=None)
+    assert late.retrieved_s.tolist() == [1.0, 3.0]
+    assert late.first_token_s.tolist() == [2.5, 4.0]
+    assert late.finished_s.tolist() == [5.5, 4.0]  # four steps, and B's second in between
+
+
+def test_searches_queue_for_their_thread() -> None:
+    ones = [[0], [0], [0]]
+    assert run([0.0, 0.0, 0.0], ones, [2]).retrieved_s.tolist() == [1.0, 2.0, 3.0]
+    assert run([0.0, 0.0, 0.0], ones, [2], search_threads=2).retrieved_s.tolist() == [1.0, 1.0, 2.0]
+    everybody = run([0.0, 0.0, 0.0], ones, [2], search_threads=None)
+    assert everybody.retrieved_s.tolist() == [1.0, 1.0, 1.0]
+    assert everybody.first_token_s.tolist() == [1.5, 1.75, 2.0]  # the second and third find the document
+
+
+def test_a_full_batch_decodes_before_the_next_prefill() -> None:
+    result = run([0.0, 0.0], [[0], [1]], [6, 6], new=[3, 1], search_threads=None, max_batch=1)
+    assert result.finished_s.tolist() == [3.0, 4.0]
+    assert result.first_token_s.tolist() == [2.0, 4.0]
+
+
+def test_hits_and_promotion() -> None:
+    """The GPU has room for one document: the second is swapped out for the third's and comes back for the last."""
+    costs = Round(to_gpu=0.25, to_host=0.5)
+    result = run([0.0, 10.0, 30.0], [[0], [1], [0]], [8, 8], gpu=8, costs=costs)
+    assert result.cached_tokens.tolist() == [0, 0, 8]
+    assert result.hit_documents.tolist() == [0, 0, 1]
+    # the last: search 1, document 1 to host 4, document 0 to GPU 2, question 0.25
+    assert result.ttft_s.tolist() == [1 + 1.25, 1 + 1.25, 1 + 4 + 2 + 0.25]
+    assert result.document_hit_rate == 1 / 3
+    assert result.counts["gpu_evictions"] == 2
+
+
+def test_right_and_wrong_speculation() -> None:
+    """Stages end at 1, 2 and 3. Right from the first on: done at 2.5, known to be right at 3. Wrong: from 3 on."""
+    costs = Round(search_stage_s=(1.0, 1.0, 1.0))
+    right = run([0.0], [[0]], [10, 10], new=2, stages=[[[0], [0]]], costs=costs, system=RAGCACHE)
+    assert (right.first_token_s.tolist(), right.finished_s.tolist()) == ([3.0], [3.0])
+    assert right.speculative.tolist() == [True]
+    assert (right.counts["speculations_kept"], right.counts["prefills"]) == (1, 1)
+    wrong = run([0.0], [[0]], [10, 10], new=2, stages=[[[1], []]], costs=costs, system=RAGCACHE)
+    assert (wrong.first_token_s.tolist(), wrong.finished_s.tolist()) == ([4.5], [5.0])
+    assert wrong.speculative.tolist() == [False]
+    assert (wrong.counts["speculations_cancelled"], wrong.counts["prefills"]) == (1, 2)
+    assert wrong.counts["prefill_s"] == 3.0
+    assert wrong.prefill_s.tolist() == [1.5]
+    patient = run([0.0], [[0]], [10, 10], new=2, stages=[[[0], [0]]], costs=costs)
+    assert patient.first_token_s.tolist() == [4.5]
+
+
+def test_a_wrong_prefill_ends_behind_its_iteration() -> None:
+    """It runs from 1 to 6; the search is done at 2 and starts the right one, which waits until 6."""
+    costs = Round(search_stage_s=(1.0, 1.0))
+    result = run([0.0], [[0]], [6, 38], new=9, stages=[[[1]]], costs=costs, system=RAGCACHE)
+    assert result.first_token_s.tolist() == [7.0]
+    assert result.counts["decode_steps"] == 8
+
+
+def test_reordering_serves_what_is_cached_first() -> None:
+    """While request 0 prefills, 1 (nothing cached) and 2 (its document cached by then) come to wait."""
+    arrivals, documents, sizes = [0.0, 0.5, 0.625], [[0], [1], [0]], [30, 30]
+    inorder = run(arrivals, documents, sizes, search_threads=None)
+    assert inorder.first_token_s.tolist() == [5.0, 9.0, 9.25]
+    reordered = run(arrivals, documents, sizes, search_threads=None, system=replace(PLAIN, window=32))
+    assert reordered.first_token_s.tolist() == [5.0, 9.25, 5.25]
+
+
+def test_arrivals_wait_while_too_many_are_open() -> None:
+    result = run([0.0, 0.5, 1.5], [[0], [0], [0]], [6], max_open=1)
+    assert result.arrived_s.tolist() == [0.0, 2.0, 3.25]  # 1.5 + 1.5 is past by then
+    assert result.ttft_s.tolist() == [2.0, 1.25, 1.25]
+
+
+# -- systems ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_cached_where_documents_are_not() -> None:
+    """Documents of 10 and 9 tokens in blocks of 4: four full ones; another second document shares the first two."""
+    blocks = replace(VLLM_LIKE, block_tokens=4)
+    units, left = blocks.units((Document("a", 10), Document("b", 9)))
+    assert [u.num_tokens for u in units] == [4, 4, 4, 4]
+    assert left == 3
+    assert blocks.units((Document("a", 10), Document("c", 9)))[0][:2] == units[:2]
+    assert blocks.units((Document("a", 10), Document("c", 9)))[0][2] != units[2]
+    lists = [[0, 1], [0, 2], [0, 1], [2]]
+    result = run([0.0, 9.0, 18.0, 27.0], lists, [10, 9, 9], system=blocks, system_tokens=3)
+    assert result.cached_tokens.tolist() == [0, 3 + 8, 3 + 16, 3]
+    assert result.hit_documents.tolist() == [0, 1, 2, 0]
+    assert result.computed_tokens.tolist() == [24, 13, 5, 11]
+    assert result.ttft_s.tolist() == [1 + t / 8 for t in (24, 13, 5, 11)]
+    assert run([0.0, 9.0], [[0, 1], [0, 1]], [10, 9], system=NO_REUSE, system_tokens=3).cached_tokens.tolist() == [0, 3]
+
+
+def test_tails_of_blocks_go_first() -> None:
+    blocks = replace(VLLM_LIKE, block_tokens=4)
+    result = run([0.0, 9.0, 18.0], [[0], [1], [0]], [16, 8], system=blocks, gpu=20)
+    assert result.cached_tokens.tolist() == [0, 0, 12]
+
+
+def test_systems_differ_as_they_say() -> None:
+    assert set(SYSTEMS) == {"no reuse", "vLLM-like", "SGLang-like", "RAGCache"}
+    assert [s.host for s in SYSTEMS.values()] == [False, False, False, True]
+    assert Simulator(Round(), system=SGLANG_LIKE).new_tree().host.capacity_bytes == 0
+    assert with_policy(kr.LFU()).name == "LFU"
+    with pytest.raises(ValueError, match="block_tokens=0"):
+        System("x", block_tokens=0)
+    with pytest.raises(ValueError, match="speculate=True"):
+        System("x", block_tokens=16)
+
+
+# -- against the tree, the server's books, and step by step -----------------------------------------------------------
+
+
+def workload(seed: int, count: int, rate: float = 1.0, num_stages: int = 3) -> Requests:
+    """Skewed top-2 requests over 12 documents; half of the early lists are wrong."""
+    rng = np.random.default_rng(seed)
+    documents = np.minimum(rng.geometric(0.25, (count, 2)) - 1, 11).astype(np.int32)
+    stages = np.repeat(documents[:, None], num_stages - 1, axis=1)
+    wrong = rng.random(stages.shape[:2]) < 0.5
+    stages[wrong] = rng.integers(0, 12, (int(wrong.sum()), 2))
+    stages[rng.random(stages.shape[:2]) < 0.1] = -1
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    sizes, answers = rng.integers(3, 20, 12), rng.integers(1, 12, count)
+    return Requests(arrivals, documents, sizes, rng.integers(1, 6, count), answers, stages)
+
+
+def server(system: System = RAGCACHE, **settings: Any) -> Simulator:
+    costs = Round((0.31, 0.17, 0.23), step=0.113, overhead=0.017, kept=1e-3, to_gpu=3e-3, to_host=7e-3)
+    return Simulator(costs, **{"gpu": 70, "host": 60, "system_tokens": 5, **settings}, system=system)
+
+
+@pytest.mark.parametrize("policy", [kr.PGDSF(), kr.GDSF(), kr.LRU(), kr.LFU()], ids=lambda p: type(p).__name__)
+def test_one_at_a_time_hits_are_a_replay_of_the_tree(policy: kr.Policy) -> None:
+    requests = workload(3, 200, rate=0.001)
+    simulator = server(replace(with_policy(policy), speculate=False))  # a wrong guess promotes what it matches
+    tree, replay = simulator.new_tree(), simulator.new_tree()
+    result = simulator.run(requests, tree)
+    matches = []
+    for row, question in zip(requests.documents.tolist(), requests.question_tokens.tolist(), strict=True):
+        documents = [Document(i, int(requests.document_tokens[i])) for i in row]
+        matches.append(replay.serve(documents, question))
+    assert result.cached_tokens.tolist() == [m.cached_tokens for m in matches]
+    assert result.hit_documents.tolist() == [m.cached_documents for m in matches]
+    assert [t.evictions for t in tree.tiers] == [t.evictions for t in replay.tiers]
+    assert 0.2 < result.document_hit_rate < 0.9
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=lambda s: s.name)
+@pytest.mark.parametrize("rate", [0.2, 2.0])
+def test_every_request_is_answered_once_and_nothing_is_left(system: System, rate: float) -> None:
+    requests = workload(5, 300, rate)
+    simulator = server(system if system.block_tokens is None else replace(system, block_tokens=4))
+    tree = simulator.new_tree()
+    result = simulator.run(requests, tree)
+    tree.check_integrity()
+    assert all(node.pins == 0 for node in tree.nodes())
+    assert result.num_answered == 300
+    for earlier, later in (
+        ("arrived_s", "retrieved_s"),
+        ("retrieved_s", "first_token_s"),
+        ("first_token_s", "finished_s"),
+    ):
+        assert (getattr(result, earlier) <= getattr(result, later)).all()
+    assert (result.computed_tokens >= requests.question_tokens).all()
+    assert (result.counts["speculations_cancelled"] > 0) == system.speculate
+    assert result.summary()["answered"] == 300
+    with pytest.raises(ValueError, match="answered twice"):
+        result.record(kr.ragcache.Request(7, 1, 0.0), 0.0)  # type: ignore[attr-defined]
+
+
+def same(one: SimulationResult, other: SimulationResult) -> bool:
+    return one.counts == other.counts and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in ARRAYS
+    )
+
+
+def test_equal_inputs_give_equal_results() -> None:
+    assert same(server().run(workload(1, 200)), server().run(workload(1, 200)))
+    assert not same(server().run(workload(1, 200)), server().run(workload(2, 200)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    rate=st.sampled_from([0.1, 0.5, 2.0]),
+    system=st.sampled_from(sorted(SYSTEMS)),
+    threads=st.sampled_from([1, 2, None]),
+    max_batch=st.integers(1, 4),
+    max_open=st.sampled_from([None, 1, 5]),
+)
+def test_running_ahead_equals_every_step_as_an_event(
+    seed: int, rate: float, system: str, threads: int | None, max_batch: int, max_open: int | None
+) -> None:
+    simulator = server(SYSTEMS[system], search_threads=threads, max_batch=max_batch, max_open=max_open)
+    requests = workload(seed, 40, rate)
+    assert same(simulator.run(requests), replace(simulator, stepwise=True).run(requests))
+
+
+def test_the_real_servers_books_decide_the_same_at_the_same_times() -> None:
+    """A tiny model's server, its clock turned by the cost model: every time and every hit is the simulator's."""
+    model = kr.ReuseModel(tiny_model(max_position_embeddings=512).hf, Letters())
+    type(model.tokenizer).eos_token_id = -1  # answers of a given length
+    corpus, clock = Corpus(model, TEXTS, system="Answer."), [0.0]
+    cache = TreeCache(model, corpus.prefix, 40_000, 30_000, cost=Round().prefill_s)
+    sizes = [corpus.document(i).num_tokens for i in range(len(TEXTS))]
+    rng = np.random.default_rng(0)
+    lists = [[int(i) for i in rng.integers(0, 6, 2)] for _ in range(40)]
+    arrivals, answers = np.cumsum(rng.exponential(3.0, 40)).tolist(), rng.integers(1, 6, 40).tolist()
+    question = corpus.question_ids("why?")
+    engine, options = Engine(cache, 2), ServerOptions(window=4)
+    books = Books(corpus, Controller(cache.tree, Speculator(enabled=False), 4), engine, options, lambda: clock[0])
+    costs = Round(search_stage_s=(0.7,), step=0.113)
+    alphas: list[tuple[int, int]] = []
+    prepare = engine.prepare
+
+    def spy(sequence: Any, match: Any) -> Any:
+        alphas.append((match.cached_tokens, sequence.prompt.num_tokens - match.cached_tokens))
+        return prepare(sequence, match)
+
+    engine.prepare = spy  # type: ignore[method-assign]
+    events: list[tuple[float, int, bool]] = [(at, number, False) for number, at in enumerate(arrivals)]
+    free = 0.0
+    for number, at in enumerate(arrivals):
+        free = max(at, free) + 0.7
+        events.append((free, number, True))
+    events.sort()
+    futures: list[Future[ServedAnswer]] = []
+    while events or books.jobs:
+        while events and events[0][0] <= clock[0]:
+            at, number, found = events.pop(0)
+            if found:
+                books.final(number, tuple(corpus.document(i) for i in lists[number]))
+            else:
+                here, clock[0] = clock[0], at
+                futures.append(books.submit("why?", question, answers[number])[1])
+                clock[0] = here
+        work = books.plan()
+        if work is None:
+            clock[0] = max(clock[0], events[0][0])
+            continue
+        clock[0] += costs.step_s(0, 0, 0) if work.is_step else costs.prefill_s(*alphas[-1])
+        work.record(work.compute())
+    real = [future.result(0).request for future in futures]
+    requests = Requests.from_lists(arrivals, lists, sizes, question.numel(), answers)
+    simulator = Simulator(
+        replace(costs, bytes_per_token=cache.tree.bytes_per_token),
+        40_000,
+        30_000,
+        replace(RAGCACHE, window=4, speculate=False),
+        corpus.prefix.numel(),
+        max_batch=2,
+    )
+    result = simulator.run(requests)
+    assert result.cached_tokens.tolist() == [r.cached_tokens for r in real]
+    assert result.hit_documents.tolist() == [r.cached_documents for r in real]
+    assert result.context_tokens.tolist() == [r.context_tokens for r in real]
+    assert result.retrieved_s == pytest.approx([r.retrieved_s for r in real], abs=1e-9)
+    assert result.first_token_s == pytest.approx([r.first_token_s for r in real], abs=1e-9)
+    assert result.finished_s == pytest.approx([r.finished_s for r in real], abs=1e-9)
+    assert 0 < result.document_hit_rate < 1
+    assert cache.tree.host.evictions > 0
+
+
+# -- files and bad input ----------------------------------------------------------------------------------------------
+
+MEASURED = MeasuredCosts(
+    prefill=CostProfiler((0, 10), (1, 5), ((0.1, 0.5), (0.2, 0.6)), {"device": "cpu"}),
+    step=StepTable((1, 3), (10, 20), ((1.0, 2.0), (3.0, 4.0))),
+    prefill_overheads_s=(0.1, 0.2),
+    step_overhead_s=0.5,
+    search_stage_s=(0.3, 0.1),
+    keep_s_per_byte=1e-3,
+    to_gpu_s_per_byte=2e-3,
+    to_host_s_per_byte=4e-3,
+    bytes_per_token=8,
+    conditions={"device": "cpu", "threads": "1"},
+)
+
+
+def test_measured_costs_are_looked_up_saved_and_loaded(tmp_path: Path) -> None:
+    assert MEASURED.prefill_s(5, 3) == pytest.approx(0.35)
+    assert [MEASURED.prefill_overhead_s(n) for n in (0, 1, 5)] == [0.1, 0.2, 0.2]
+    assert MEASURED.step_s(2, 15, 99) == 0.5 + 2.5
+    assert MEASURED.move_s(1, 10, 100) == pytest.approx(0.421)
+    assert MEASURED.name == "measured on cpu, threads: 1"
+    path = tmp_path / "costs.json"
+    MEASURED.save(path)
+    assert MeasuredCosts.load(path) == MEASURED
+    path.write_text(json.dumps({**MEASURED.record(), "format": "other"}))
+    with pytest.raises(ValueError, match=r"costs\.json.*format is 'other'.*measure them again"):
+        MeasuredCosts.load(path)
+    with pytest.raises(ValueError, match="must not be negative"):
+        replace(MEASURED, step_overhead_s=-1.0)
+    with pytest.raises(ValueError, match="not a grid of 1 x 2"):
+        StepTable((1,), (1, 2), ((1.0,),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arrivals": [2.0, 1.0]}, "arrival_s falls"),
+        ({"arrivals": [math.nan, 1.0]}, "arrival_s: give at least one time"),
+        ({"documents": [[0], [2]]}, "documents: a document's number is from 0 to 1"),
+        ({"documents": [[0], []]}, "every request needs at least one"),
+        ({"documents": [[0]]}, "for each of 2 requests"),
+        ({"sizes": [0, 3]}, "document_tokens"),
+        ({"new": 0}, "new_tokens: give 1 or more"),
+        ({"stages": [[[0]], [[0]]], "system": RAGCACHE}, "a search of 1 stages shows 0 before its last"),
+        ({"max_batch": 0}, "max_batch=0"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"arrivals": [0.0, 1.0], "documents": [[0], [1]], "sizes": [4, 4]}
+    with pytest.raises(ValueError, match=message):
+        run(**{**good, **change})
+
+
+# -- published hardware -----------------------------------------------------------------------------------------------
+
+
+def test_published_scale_gives_back_what_the_text_says() -> None:
+    """One second for 4,000 tokens, 11.5 times faster with the prefix cached, 3.9 times with its transfer; K/V 4 : 1."""
+    full, hit = A10G_LLAMA2_7B.prefill_s(0, 4000), A10G_LLAMA2_7B.prefill_s(3900, 100)
+    assert full == pytest.approx(1.0)
+    assert full / hit == pytest.approx(11.5)
+    transfer = A10G_LLAMA2_7B.move_s(0, 3900 * A10G_LLAMA2_7B.bytes_per_token, 0)
+    assert full / (hit + transfer) == pytest.approx(3.9)
+    assert A10G_LLAMA2_7B.bytes_per_token == 4 * A10G_MISTRAL_7B.bytes_per_token == 2**19
+    assert 10e9 < published.A10G.swap_bytes_per_s < 32e9
+    assert A10G_LLAMA2_7B.move_s(10**9, 0, 0) == 0
+
+
+@pytest.mark.parametrize("costs", [A10G_LLAMA2_7B, A10G_MISTRAL_7B, H800_MIXTRAL_8X7B, H800_LLAMA2_70B])
+def test_published_costs_are_labelled_and_grow(costs: published.PublishedCosts) -> None:
+    assert costs.name.endswith("published-hardware scale")
+    assert 0 < costs.prefill_s(0, 100) <= costs.prefill_s(1000, 100) < costs.prefill_s(1000, 2000)
+    assert 0 < costs.step_s(1, 1000, 1000) < costs.step_s(4, 1000, 4000) < costs.prefill_s(0, 4000)
+    assert costs.cache_bytes > 5e9
+    assert costs.model.weight_bytes(10**6) == pytest.approx(2 * costs.model.parameters)
+    assert costs.model.weight_bytes(1) == pytest.approx(2 * costs.model.active_parameters)
