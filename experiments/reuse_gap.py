@@ -55,10 +55,10 @@ def workloads(config: CountedConfig) -> Iterator[tuple[str, int, Workload]]:
         for seed in range(config.seeds):
             yield name, seed, found.workload(seed=seed)
     if config.has_trace("ragpulse"):
-        yield "ragpulse", -1, ragpulse(config.data).head(config.limit)
-        yield "ragpulse-prompt", -1, ragpulse(config.data, view="prompt").head(config.limit)
+        yield "ragpulse", -1, ragpulse(config.data)
+        yield "ragpulse-prompt", -1, ragpulse(config.data, view="prompt")
     if config.has_trace("mooncake"):
-        yield "mooncake", -1, mooncake(config.data).head(config.limit)
+        yield "mooncake", -1, mooncake(config.data)
 
 
 def count(config: CountedConfig) -> Records:
@@ -144,7 +144,7 @@ def draw(results: Results) -> Figure:
     panels[0][0].set_ylabel("documents' tokens found (%)")
     panels[1][0].set_ylabel("input tokens computed (%)\nblended ones at ratio 0.15")
     figure.suptitle("What can be reused as an exact prefix, and at any place", fontsize=11)
-    legend_below(figure, 3)
+    legend_below(figure, 3 if len(names) > 2 else 1)
     return figure
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -72,11 +73,12 @@ class WordEmbedder:
     def encode(self, texts: Sequence[str], progress: bool = False) -> torch.Tensor:
         """Embeddings [n, dim], fp32."""
         rows = torch.zeros(len(texts), self.dim)
-        for row, text in zip(rows, texts, strict=True):
+        values = rows.numpy()
+        for row, text in enumerate(texts):
             words = Counter(w for w in re.findall(r"\w{3,}", text.lower()) if w not in self._COMMON)
             for word, count in words.items():
                 place, sign = _hashed(word)
-                row[place % self.dim] += sign * (1 + torch.log(torch.tensor(float(count))))
+                values[row, place % self.dim] += sign * (1 + math.log(count))
         return torch.nn.functional.normalize(rows)
 
     def __repr__(self) -> str:

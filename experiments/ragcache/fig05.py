@@ -39,8 +39,7 @@ def count(config: CountedConfig) -> Records:
         nearest = found.found[:, -1, 0]
         yield access_record(name, "top 1", nearest.tolist(), len(found.corpus.texts), len(nearest))
     if config.has_trace("ragpulse"):
-        trace = ragpulse(config.data).head(config.limit)
-        with_passages = [r for r in trace.requests if r.documents]
+        with_passages = [r for r in ragpulse(config.data).requests if r.documents]
         accessed = [d.id for r in with_passages for d in r.documents]
         corpus = len(ragpulse_passages(config.data))
         yield access_record("ragpulse", "as retrieved", accessed, corpus, len(with_passages))

@@ -63,9 +63,10 @@ class CountedConfig:
         datasets: question sets.
         model: whose tokenizer counts: "demo", a hub id or a folder.
         embedder: "demo", "words" (lexical, no model), a hub id or a folder.
-        limit: questions per set and requests per trace at most; None takes all.
+        limit: questions per set at most; None takes all. A trace is always taken whole.
         seeds: orders of the questions that are replayed.
         small: take the project's own small sets.
+        traces: count the traces too, where they are.
     """
 
     figure: str
@@ -76,6 +77,7 @@ class CountedConfig:
     seeds: int = 5
     small: bool = False
     data_dir: str | None = None
+    traces: bool = True
 
     def __post_init__(self) -> None:
         for name in ("limit", "seeds"):
@@ -116,8 +118,8 @@ class CountedConfig:
         return retrieve(name, search, data_dir=self.data, limit=self.limit, counter=self.counter())
 
     def has_trace(self, name: str) -> bool:
-        """Whether a trace ("ragpulse", "mooncake") is in the data folder: there is none among the small sets."""
-        return self.folder is not None and (self.folder / f"trace_{name}").is_dir()
+        """Whether to count a trace ("ragpulse", "mooncake"): wanted, and in the data folder (the small sets have none)."""
+        return self.traces and self.folder is not None and (self.folder / f"trace_{name}").is_dir()
 
 
 C = TypeVar("C", bound=CountedConfig)
@@ -205,7 +207,7 @@ def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
         dataset: Annotated[str | None, typer.Option(help="question sets, some of mmlu,nq,2wiki")] = None,
         embedder: Annotated[str | None, typer.Option(help="demo, words (no model), a hub id or a folder")] = None,
         data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
-        limit: Annotated[int | None, typer.Option(help="requests per workload [all]")] = None,
+        limit: Annotated[int | None, typer.Option(help="questions per set [all]")] = None,
         seeds: Annotated[int | None, typer.Option(help="orders of the questions")] = None,
         device: Annotated[str | None, typer.Option(hidden=True)] = None,  # for `all`: there is no model here
         dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -229,6 +231,7 @@ def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
                 seeds=seeds or (2 if smoke else experiment.seeds),
                 small=data == "small",
                 data_dir=None if data == "small" else data,
+                traces=not smoke,
             )
             draw_or_run(experiment, config, out, figures, plot_only=plot_only, records=records, force=force)
         except KeyboardInterrupt:

@@ -20,7 +20,8 @@ from kvreuse.ragcache.controller import Controller, Request
 from kvreuse.ragcache.cost_models import CostModel
 from kvreuse.ragcache.node import Document
 from kvreuse.ragcache.simulated import SimulatedBooks, SimulatedEngine, SimulatedSequence
-from kvreuse.ragcache.simulation_data import Requests, SimulationResult
+from kvreuse.ragcache.simulation_input import Requests
+from kvreuse.ragcache.simulation_result import SimulationResult
 from kvreuse.ragcache.speculative import Documents, Generation, Speculator
 from kvreuse.ragcache.systems import RAGCACHE, System
 from kvreuse.ragcache.tree import KnowledgeTree
