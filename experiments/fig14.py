@@ -64,16 +64,16 @@ def queue_records(config: TimedConfig, model: kr.ReuseModel, services: list[dict
     embedder = embedder_named("words" if config.small else "demo")
     table, tokens = service_table(services), services[0]["tokens"]
     for dataset in DATASETS:
+        extended = extended_set(
+            dataset,
+            model,
+            data_dir="small" if config.small else config.data_dir,
+            chunk_tokens=config.chunk_tokens,
+            top_k=config.num_chunks,
+            embedder=embedder,
+        )
         for seed in range(SEEDS):
-            workload = extended_set(
-                dataset,
-                model,
-                data_dir="small" if config.small else config.data_dir,
-                chunk_tokens=config.chunk_tokens,
-                top_k=config.num_chunks,
-                seed=seed,
-                embedder=embedder,
-            )
+            workload = extended.workload(seed)
             for share in CAPACITIES:
                 for method in METHODS:
                     hits = cached_chunks(method, workload, int(share * workload.distinct_tokens))

@@ -313,11 +313,12 @@ def test_mooncake_keeps_the_last_token_out_of_its_blocks(folder):
 # -- extended sets --------------------------------------------------------------------------------------------------
 
 
-def extended(**more):
-    return extended_set("musique", Words(), data_dir="small", chunk_tokens=60, embedder=WordEmbedder(), **more)
+@pytest.fixture
+def extended():
+    return extended_set("musique", Words(), data_dir="small", chunk_tokens=60, embedder=WordEmbedder()).workload
 
 
-def test_extended_sets_ask_everything_four_times_over_chunks_of_all():
+def test_extended_sets_ask_everything_four_times_over_chunks_of_all(extended):
     asked = extended()
     assert len(asked.requests) == 4 * 24 == 4 * (1 + len(PARAPHRASES)) * 6
     assert asked.warmup == 16
@@ -329,7 +330,7 @@ def test_extended_sets_ask_everything_four_times_over_chunks_of_all():
     assert np.mean(shared) > 4  # a paraphrase finds mostly the same chunks
 
 
-def test_extended_sets_are_in_random_order_from_a_seed():
+def test_extended_sets_are_in_random_order_from_a_seed(extended):
     assert extended(seed=1) == extended(seed=1)
     assert extended(seed=1).requests != extended(seed=2).requests
     orders = {r.question: r.documents for r in extended(seed=1).requests}

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.corpora import load_corpus, load_questions
 from experiments.plotting import legend_below, log_axis, new_figure, tidy
-from experiments.ragcache.frame import CountedConfig, CountedExperiment, counted_app
+from experiments.ragcache.frame import WORKLOAD_STYLES, CountedConfig, CountedExperiment, counted_app
 from experiments.results import Results
 from experiments.timed import Records
 from experiments.traces import mooncake, ragpulse, ragpulse_passages
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = {"documents": "documents", "requests": "requests"}
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#882255")
-LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+QUESTION_LINES = {"mmlu": "-", "nq": "--", "2wiki": "-.", "musique": ":"}
 NOTES = (
     "Texts in tokens of the model's tokenizer, a document with the empty line behind it; traces in their own tokens, "
     "as published. A question is what is asked, without documents; a prompt is everything. Documents here are "
@@ -60,6 +59,7 @@ def count(config: CountedConfig) -> Records:
         yield _record("requests", "Mooncake, prompt", [r.input_tokens for r in chats.requests])
 
 
+_Line = str | tuple[int, tuple[int, ...]]
 _TITLES = {"mmlu": "MMLU", "nq": "Natural Questions", "2wiki": "2WikiMultihopQA", "musique": "MuSiQue"}
 
 
@@ -72,13 +72,24 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
             "what": r["case_id"],
             "of": r["method"],
             "number": r["count"],
-            "mean, tokens": round(r["mean"], 1),
-            **{f"{p}%": round(r["percentiles"][p]) for p in (5, 50, 95, 99)},
-            "longest": round(r["percentiles"][100]),
+            "mean, tokens": f"{r['mean']:,.1f}",
+            **{f"{p}%": f"{r['percentiles'][p]:,.0f}" for p in (5, 50, 95, 99)},
+            "longest": f"{r['percentiles'][100]:,.0f}",
         }
         for r in results.records
     ]
     return pd.DataFrame(rows), NOTES
+
+
+def _style(label: str) -> tuple[str, _Line]:
+    """Colour, that of the workload in all figures, and line."""
+    for name, title in _TITLES.items():
+        if label.startswith(title):
+            return WORKLOAD_STYLES[name][0], QUESTION_LINES[name]
+    for name in ("ragpulse", "mooncake"):
+        if label.lower().startswith(name):
+            return WORKLOAD_STYLES[name][0], (0, (5, 1)) if name == "ragpulse" else (0, (1, 1))
+    return "#000000", "-"
 
 
 def _decades(results: Results, panel: str) -> float:
@@ -90,13 +101,11 @@ def _decades(results: Results, panel: str) -> float:
 def draw(results: Results) -> Figure:
     """Cumulative distributions: documents left, requests right."""
     figure, panels = new_figure(1, 2, sharey=True)
-    order = 0
     for axes, (panel, title) in zip(panels[0], PANELS.items(), strict=True):
         for record in (r for r in results.records if r["case_id"] == panel):
-            at = order % len(COLOURS)
+            colour, line = _style(record["method"])
             label = f"{record['method']} (mean {record['mean']:,.0f})"
-            axes.plot(record["percentiles"], range(101), color=COLOURS[at], linestyle=LINES[at], label=label)
-            order += 1
+            axes.plot(record["percentiles"], range(101), color=colour, linestyle=line, label=label)
         log_axis(axes, (1.0,) if _decades(results, panel) > 1.5 else (1.0, 2.0, 5.0))
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens (log scale)")

@@ -118,7 +118,7 @@ class CountedConfig:
         return retrieve(name, search, data_dir=self.data, limit=self.limit, counter=self.counter())
 
     def has_trace(self, name: str) -> bool:
-        """Whether to count a trace ("ragpulse", "mooncake"): wanted, and in the data folder (the small sets have none)."""
+        """Whether to count a trace ("ragpulse", "mooncake"): wanted, and there (no small set is a trace)."""
         return self.traces and self.folder is not None and (self.folder / f"trace_{name}").is_dir()
 
 
