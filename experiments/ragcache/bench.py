@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,9 @@ import numpy as np
 from experiments.ragcache.scales import Scale
 from experiments.ragcache.simulated import WARMUP, SimulatedConfig
 from experiments.workloads import Retrieved, Workload
-from kvreuse.ragcache.simulation_data import Requests, SimulationResult
+from kvreuse.ragcache.cost_models import CostModel
+from kvreuse.ragcache.simulation_input import Requests
+from kvreuse.ragcache.simulation_result import SimulationResult
 from kvreuse.ragcache.simulator import Simulator
 from kvreuse.ragcache.systems import System
 
@@ -33,6 +36,15 @@ class Bench:
         if self.scale.mean_document_tokens is not None:
             tokens *= self.scale.mean_document_tokens / tokens.mean()
         return np.maximum(1, np.rint(tokens)).astype(np.int32)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """The scale's, its search cut into as many equal stages as this one has."""
+        costs, stages = self.scale.costs, self.retrieved.found.shape[1]
+        if len(costs.search_stage_s) == stages:
+            return costs
+        equal = (math.fsum(costs.search_stage_s) / stages,) * stages
+        return replace(costs, search_stage_s=equal)  # type: ignore[type-var]
 
     @cached_property
     def full_prefill_s(self) -> float:
@@ -65,7 +77,7 @@ class Bench:
         """The server; searches do not wait for each other."""
         scale = self.scale
         settings: Any = {"system_tokens": self.retrieved.system_tokens, "search_threads": None}
-        return Simulator(scale.costs, scale.gpu, scale.host, system, **settings)
+        return Simulator(self.costs, scale.gpu, scale.host, system, **settings)
 
     def with_host(self, host: int) -> Bench:
         """The same with another host memory, in bytes."""
