@@ -84,12 +84,12 @@ class Bench:
         return replace(self, scale=replace(self.scale, host=host))
 
 
-def measures(result: SimulationResult) -> dict[str, float]:
+def measures(result: SimulationResult, search_s: float) -> dict[str, float]:
     """A run's numbers behind its warm-up. Hits concern documents alone, without the system prompt.
 
     ``throughput_per_s``: requests finished per second from the first counted arrival to the last arrival.
     ``computed_s``: prefill seconds per request of the whole run, those of wrong speculation included.
-    ``search_alone_s``: of a request's search, the part in which its answer's prefill did not run.
+    ``search_alone_s``: of a search of ``search_s``, the part in which its answer's prefill did not run.
     """
     count = len(result.requests)
     part = slice(int(WARMUP * count), None)
@@ -98,8 +98,9 @@ def measures(result: SimulationResult) -> dict[str, float]:
     finished, begin, end = result.finished_s, result.arrived_s[part][0], result.arrived_s[-1]
     sizes = result.requests.sizes()[part]
     cached = result.cached_tokens[part] - result.system_tokens
-    search = retrieved - arrived
-    overlap = np.where(result.speculative[part], np.clip(prefill - (first - retrieved), 0.0, search), 0.0)
+    # A prefill that was done by the time the documents were known to be final ran inside the search.
+    within = np.where(first > retrieved, arrived + search_s - (first - prefill), prefill)
+    overlap = np.where(result.speculative[part], np.clip(within, 0.0, search_s), 0.0)
     median, p95, p99 = np.percentile(ttft, (50, 95, 99)).tolist()
     values = {
         "ttft_s": ttft.mean(),
@@ -112,7 +113,7 @@ def measures(result: SimulationResult) -> dict[str, float]:
         "throughput_per_s": ((finished > begin) & (finished <= end)).sum() / (end - begin),
         "document_hits": result.hit_documents[part].sum() / (sizes > 0).sum(),
         "token_hits": cached.sum() / sizes.sum(),
-        "search_alone_s": (search - overlap).mean(),
+        "search_alone_s": search_s - overlap.mean(),
         "speculative": result.speculative[part].mean(),
         "prefills": result.counts["prefills"] / count,
     }
@@ -121,7 +122,7 @@ def measures(result: SimulationResult) -> dict[str, float]:
 
 def run(bench: Bench, system: System, requests: Requests) -> dict[str, float]:
     """Simulate one run from empty caches."""
-    return measures(bench.simulator(system).run(requests))
+    return measures(bench.simulator(system).run(requests), math.fsum(bench.costs.search_stage_s))
 
 
 def sweep(

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from experiments.plotting import legend_below, new_figure, tidy
-from experiments.ragcache.frame import WORKLOAD_TITLES
-from experiments.ragcache.seeds import SYSTEM_STYLES, interval_of, lines, over_seeds, percent, ratio_of, text
 from experiments.ragcache.bench import Bench, sweep
+from experiments.ragcache.frame import WORKLOAD_TITLES
+from experiments.ragcache.notes import notes_of, scale_note
+from experiments.ragcache.seeds import SYSTEM_STYLES, interval_of, lines, over_seeds, percent, ratio_of, text
 from experiments.ragcache.simulated import SimulatedConfig
 from experiments.results import Results
 from experiments.timed import Records
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # vLLM's blocks have 16 tokens; larger ones are simulated in a fraction of the time and change little (reproduction.md).
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 256
 SYSTEMS = (NO_REUSE, replace(VLLM_LIKE, block_tokens=BLOCK_TOKENS), SGLANG_LIKE, RAGCACHE)
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SLO = 5.0  # times the TTFT at the lowest rate, of the server that reuses nothing
@@ -36,26 +37,9 @@ def measure(config: SimulatedConfig, top_ks: tuple[int, ...] = (2,), servers: in
 
 VALUES = ("ttft_s", "ttft_p95_s", "throughput_per_s", "document_hits", "token_hits", "prefill_s")
 NOTES = (
-    "Means over {seeds} seeds with 95% bootstrap intervals; each run: {requests} requests from empty caches, of which the "
-    "first {warmup} are left out. A load of 1 keeps a server busy that reuses nothing. Beyond what a system can serve its "
-    "TTFT is that of a growing queue and depends on the length of the run. Hits: of documents, and of their tokens, in any "
-    "tier; prefill: seconds of a request's own prefill. Throughput: requests finished per second while requests arrive."
+    "Beyond what a system can serve its TTFT is that of a growing queue and depends on the length of the run. "
+    "Throughput: requests finished per second while requests arrive."
 )
-
-
-def notes_of(results: Results, text: str = NOTES) -> str:
-    """The notes with the run's numbers in them, and each server's capacities."""
-    header = results.header
-    servers = [
-        f"{s['title']}: costs {s['costs']}; GPU holds {s['gpu_tokens']:,} tokens of K/V, host {s['host_tokens']:,}; "
-        f"documents have {_length(s['mean_document_tokens'])}; a search takes {s['search_s']:.3g} s"
-        for s in header["scales"]
-    ]
-    return text.format(**header) + "\n\n" + ".\n".join(servers) + "."
-
-
-def _length(mean: int | None) -> str:
-    return "their own lengths" if mean is None else f"{mean:,} tokens on average (ours, stretched)"
 
 
 def frame_of(results: Results) -> pd.DataFrame:
@@ -94,8 +78,8 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
                     "prefill, s": text(interval_of(mine, "prefill_s")),
                 }
             )
-    lines_ = [f"{panel}: {claim}" for panel, claim in claims(frame).items()]
-    return pd.DataFrame(rows), notes_of(results) + "\n\n" + "\n".join(lines_)
+    compared = [f"{panel}: {claim}" for panel, claim in claims(frame).items()]
+    return pd.DataFrame(rows), "\n\n".join((NOTES, notes_of(results), "\n".join(compared)))
 
 
 def sustained_rate(frame: pd.DataFrame, method: str, limit_s: float) -> tuple[float, bool]:
@@ -165,9 +149,3 @@ def draw(results: Results) -> Figure:
     figure.suptitle(f"Simulated, {scale_note(results)}: TTFT and throughput against request rate", fontsize=11)
     legend_below(figure, 3)
     return figure
-
-
-def scale_note(results: Results) -> str:
-    """How a title says where the costs are from."""
-    costs = results.header["scales"][0]["costs"]
-    return "published-hardware scale" if "published-hardware scale" in costs else f"costs {costs}"
