@@ -87,7 +87,7 @@ class Bench:
 def measures(result: SimulationResult, search_s: float) -> dict[str, float]:
     """A run's numbers behind its warm-up. Hits concern documents alone, without the system prompt.
 
-    ``throughput_per_s``: requests finished per second from the first counted arrival to the last arrival.
+    ``throughput_per_s``: of the whole run, from the first arrival to the last token.
     ``computed_s``: prefill seconds per request of the whole run, those of wrong speculation included.
     ``search_alone_s``: of a search of ``search_s``, the part in which its answer's prefill did not run.
     """
@@ -95,7 +95,6 @@ def measures(result: SimulationResult, search_s: float) -> dict[str, float]:
     part = slice(int(WARMUP * count), None)
     ttft, prefill = result.ttft_s[part], result.prefill_s[part]
     arrived, retrieved, first = result.arrived_s[part], result.retrieved_s[part], result.first_token_s[part]
-    finished, begin, end = result.finished_s, result.arrived_s[part][0], result.arrived_s[-1]
     sizes = result.requests.sizes()[part]
     cached = result.cached_tokens[part] - result.system_tokens
     # A prefill that was done by the time the documents were known to be final ran inside the search.
@@ -110,7 +109,7 @@ def measures(result: SimulationResult, search_s: float) -> dict[str, float]:
         "prefill_s": prefill.mean(),
         "computed_s": result.counts["prefill_s"] / count,
         "moving_s": result.counts["moving_s"] / count,
-        "throughput_per_s": ((finished > begin) & (finished <= end)).sum() / (end - begin),
+        "throughput_per_s": result.throughput_per_s,
         "document_hits": result.hit_documents[part].sum() / (sizes > 0).sum(),
         "token_hits": cached.sum() / sizes.sum(),
         "search_alone_s": search_s - overlap.mean(),

@@ -16,6 +16,7 @@ FIG14 = SimulatedExperiment(
     draw=draw,
     section="RAGCache 7.1",
     cost="?",
+    requests=600,
     datasets=("nq",),
 )
 

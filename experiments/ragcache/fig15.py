@@ -18,6 +18,7 @@ FIG15 = SimulatedExperiment(
     draw=draw,
     section="RAGCache 7.2",
     cost="?",
+    requests=600,
     datasets=("mmlu",),
 )
 

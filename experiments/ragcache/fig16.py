@@ -16,6 +16,7 @@ FIG16 = SimulatedExperiment(
     draw=draw,
     section="RAGCache 7.2",
     cost="?",
+    requests=600,
     datasets=("mmlu",),
     costs="h800",
 )

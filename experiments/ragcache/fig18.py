@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-LOADS = (0.75, 1.0, 1.5, 2.0, 2.5)
+LOADS = (0.8, 1.2, 1.8, 2.5)
 ON, OFF = "reordering", "first come, first served"
 SYSTEMS = (replace(RAGCACHE, name=OFF, window=0), replace(RAGCACHE, name=ON))
 STYLES = {ON: ("#0072B2", "o"), OFF: ("#D55E00", "v")}

@@ -31,7 +31,7 @@ SYSTEMS = (replace(RAGCACHE, name=OFF, speculate=False), replace(RAGCACHE, name=
 STYLES = {ON: ("#0072B2", "o"), OFF: ("#D55E00", "v")}
 PANELS = {"ttft_s": "mean TTFT (s)", "search_alone_s": "search not overlapped (s)"}
 NOTES = (
-    "The searched share of the clusters is real (an IVF index over the corpus, four stages, each question's own lists); "
+    "The searched share of the clusters is real (an IVF index over the corpus, four stages, every question's lists); "
     "the time of a search is proportional to it, and that of searching everything is presumed. Search not overlapped: "
     "the part of a request's search in which the prefill of its answer did not run. Kept: answers that had been begun "
     "during the search. Prefills: started per request, those on wrong lists included."
@@ -119,6 +119,7 @@ FIG19 = SimulatedExperiment(
     draw=draw,
     section="RAGCache 7.3",
     cost="?",
+    requests=600,
 )
 
 if __name__ == "__main__":

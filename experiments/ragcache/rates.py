@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from experiments.plotting import legend_below, new_figure, tidy
+from experiments.plotting import legend_below, log_axis, new_figure, tidy
 from experiments.ragcache.bench import Bench, sweep
 from experiments.ragcache.frame import WORKLOAD_TITLES
 from experiments.ragcache.notes import notes_of, scale_note
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # vLLM's blocks have 16 tokens; larger ones are simulated in a fraction of the time and change little (reproduction.md).
 BLOCK_TOKENS = 256
 SYSTEMS = (NO_REUSE, replace(VLLM_LIKE, block_tokens=BLOCK_TOKENS), SGLANG_LIKE, RAGCACHE)
-LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+LOADS = (0.25, 0.5, 0.8, 1.2, 1.8)
 SLO = 5.0  # times the TTFT at the lowest rate, of the server that reuses nothing
 
 
@@ -38,7 +38,7 @@ def measure(config: SimulatedConfig, top_ks: tuple[int, ...] = (2,), servers: in
 VALUES = ("ttft_s", "ttft_p95_s", "throughput_per_s", "document_hits", "token_hits", "prefill_s")
 NOTES = (
     "Beyond what a system can serve its TTFT is that of a growing queue and depends on the length of the run. "
-    "Throughput: requests finished per second while requests arrive."
+    "Throughput: requests per second of the whole run, from the first arrival to the last token."
 )
 
 
@@ -136,8 +136,7 @@ def draw(results: Results) -> Figure:
         above.axhline(limit_s, color="#777777", linestyle="--", linewidth=1.0, label=f"{SLO:g} x no reuse, lowest rate")
         top = float(here["rate"].max())
         below.plot([0, top], [0, top], color="#777777", linestyle=":", linewidth=1.0, label="all that arrive")
-        above.set_yscale("log")
-        above.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        log_axis(above, axis="y")
         above.set_title(f"{WORKLOAD_TITLES[name]}, top {top_k}\n{server}", fontsize=10)
         below.set_xlabel("arriving requests per second")
         above.set_ylabel("mean TTFT (s, log scale)")

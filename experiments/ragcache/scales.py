@@ -71,12 +71,17 @@ def _h800() -> tuple[Scale, ...]:
     return published_scale(published.H800_MIXTRAL_8X7B), published_scale(published.H800_LLAMA2_70B)
 
 
-_SCALES: Mapping[str, Callable[[], tuple[Scale, ...]]] = {"a10g": _a10g, "h800": _h800}
-SCALE_NAMES = tuple(_SCALES)
+_PUBLISHED: Mapping[str, Callable[[], tuple[Scale, ...]]] = {"a10g": _a10g, "h800": _h800}
+MEASURED = "measured"
+SCALE_NAMES = (*_PUBLISHED, MEASURED)
 
 
-def scales_named(name: str) -> tuple[Scale, ...]:
-    """The servers of one ``--costs``; figures about one model take the first."""
-    if name not in _SCALES:
+def scales_named(name: str, model: str = "demo") -> tuple[Scale, ...]:
+    """The servers of one ``--costs``; figures about one model take the first. ``model`` is the one that is measured."""
+    if name == MEASURED:
+        from experiments.ragcache.measured import measured_scale
+
+        return (measured_scale(model),)
+    if name not in _PUBLISHED:
         raise ValueError(f"costs {name!r} is unknown: choose one of {', '.join(SCALE_NAMES)}")
-    return _SCALES[name]()
+    return _PUBLISHED[name]()

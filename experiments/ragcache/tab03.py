@@ -76,6 +76,7 @@ TAB03 = SimulatedExperiment(
     draw=draw,
     section="RAGCache 7.3",
     cost="seconds, behind figure 19",
+    requests=600,
     records_of="ragcache.fig19",
 )
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-LOADS = (0.25, 0.5, 1.0, 1.5, 2.0)
+LOADS = (0.25, 0.5, 1.0, 2.0)
 NOTES = (
     "Milliseconds per request, all its decisions together: candidates of every search stage (speculation), the dequeue "
     "(reordering), match, promotion, insertion with its evictions, update. Processor time is what the decisions took; "
