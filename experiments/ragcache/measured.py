@@ -27,7 +27,7 @@ QUESTIONS = 9
 
 @cache
 def measured_scale(name: str = "demo") -> Scale:
-    """Costs from the cache folder, or measured now (about a minute) and kept there; delete the file to measure again."""
+    """Costs from the cache folder, or measured now, in a minute, and kept there; delete the file to measure again."""
     model = kr.load_model(name, device="cpu")
     parts = model.fingerprint()[:16], torch.get_num_threads()
     path = demo.cache_folder() / "serving_costs" / "{}-{}threads.json".format(*parts)
