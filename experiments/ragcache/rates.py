@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # vLLM's blocks have 16 tokens; larger ones are simulated in a fraction of the time and change little (reproduction.md).
 BLOCK_TOKENS = 256
-SYSTEMS = (NO_REUSE, replace(VLLM_LIKE, block_tokens=BLOCK_TOKENS), SGLANG_LIKE, RAGCACHE)
+PATIENT = replace(RAGCACHE, name="RAGCache, search first", speculate=False)
+SYSTEMS = (NO_REUSE, replace(VLLM_LIKE, block_tokens=BLOCK_TOKENS), SGLANG_LIKE, RAGCACHE, PATIENT)
 LOADS = (0.25, 0.5, 0.8, 1.2, 1.8)
 SLO = 5.0  # times the TTFT at the lowest rate, of the server that reuses nothing
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours; no reuse and prefix caching look as in the other figures.
-SYSTEM_STYLES: dict[str, tuple[str, str]] = {
+SYSTEM_STYLES: dict[str, Any] = {
     "no reuse": ("#000000", "s"),
     "vLLM-like": ("#E69F00", "D"),
     "SGLang-like": ("#009E73", "^"),
     "RAGCache": ("#0072B2", "o"),
+    "RAGCache, search first": {"color": "#0072B2", "marker": "o", "markerfacecolor": "white", "linestyle": "--"},
 }
 
 
