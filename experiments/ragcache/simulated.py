@@ -100,7 +100,7 @@ def simulated_app(experiment: SimulatedExperiment) -> typer.Typer:
         dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
         threads: Annotated[int | None, typer.Option(hidden=True)] = None,
         repeats: Annotated[int | None, typer.Option(hidden=True)] = None,
-        smoke: Annotated[bool, typer.Option("--smoke", help="the small sets, few requests: seconds")] = False,
+        smoke: Annotated[bool, typer.Option("--smoke", help="one small set, few requests: seconds")] = False,
         plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
         records: Annotated[Path | None, typer.Option(help="draw this file; run nothing")] = None,
         force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
@@ -109,9 +109,10 @@ def simulated_app(experiment: SimulatedExperiment) -> typer.Typer:
     ) -> None:
         try:
             data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)
+            sets = chosen_sets(experiment, dataset, data)
             config = SimulatedConfig(
                 figure=experiment.records_of or experiment.name,
-                datasets=chosen_sets(experiment, dataset, data),
+                datasets=sets[:1] if smoke and dataset is None else sets,
                 model=model,
                 embedder=embedder or ("words" if smoke else "demo"),
                 limit=limit,
