@@ -17,7 +17,7 @@ FIG15 = SimulatedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 7.2",
-    cost="?",
+    cost="two minutes; the first time half an hour, for embeddings",
     requests=600,
     datasets=("mmlu",),
 )

@@ -195,7 +195,7 @@ TAB04 = SimulatedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 7.4",
-    cost="?",
+    cost="half a minute; the first time half an hour, for embeddings",
 )
 
 if __name__ == "__main__":
