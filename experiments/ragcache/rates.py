@@ -64,7 +64,7 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
             mine = here[here["method"] == method]
             rows.append(
                 {
-                    "questions": WORKLOAD_TITLES[name],
+                    "questions": WORKLOAD_TITLES[str(name)],
                     "server": server,
                     "top k": top_k,
                     "load": f"{load:g}",
@@ -119,7 +119,7 @@ def claims(frame: pd.DataFrame) -> dict[str, str]:
             gain = f"{own / rate:.2f}" if rate else "?"
             span = f"{min(ratios):.2f}-{max(ratios):.2f} times the TTFT" if ratios else "never"
             parts.append(f"{method}: up to {rate:.2f} (1/{gain}), until there {span}")
-        found[f"{WORKLOAD_TITLES[name]}, {server}, top {top_k}"] = "; ".join(parts)
+        found[f"{WORKLOAD_TITLES[str(name)]}, {server}, top {top_k}"] = "; ".join(parts)
     return found
 
 
@@ -138,7 +138,7 @@ def draw(results: Results) -> Figure:
         top = float(here["rate"].max())
         below.plot([0, top], [0, top], color="#777777", linestyle=":", linewidth=1.0, label="all that arrive")
         log_axis(above, axis="y")
-        above.set_title(f"{WORKLOAD_TITLES[name]}, top {top_k}\n{server}", fontsize=10)
+        above.set_title(f"{WORKLOAD_TITLES[str(name)]}, top {top_k}\n{server}", fontsize=10)
         below.set_xlabel("arriving requests per second")
         above.set_ylabel("mean TTFT (s, log scale)")
         below.set_ylabel("throughput (requests/s)")

@@ -124,7 +124,7 @@ def count(config: SimulatedConfig) -> Records:
 
 def numbers(taken: np.ndarray) -> dict[str, float]:
     """Of [requests, parts, (wall, processor)] seconds: milliseconds, and the share of requests above one."""
-    found = {}
+    found: dict[str, float] = {}
     for place, clock in enumerate(("wall", "processor")):
         ms = 1000 * taken[:, :, place].sum(axis=1)
         median, p99 = np.percentile(ms, (50, 99)).tolist()
