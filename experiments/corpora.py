@@ -34,10 +34,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Question:
-    """``text`` is asked, and searched for unless there is a ``stem``-only search; ``answer`` decides the output length.
-
-    ``stem``: the question without what surrounds it (MMLU: without its choices).
-    """
+    """``text``: what is asked and searched for. ``stem``: that without its choices (MMLU). ``answer``: its length."""
 
     text: str
     answer: str

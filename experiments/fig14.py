@@ -15,6 +15,7 @@ import numpy as np
 import kvreuse as kr
 from experiments.extended import extended_set
 from experiments.plotting import DATASET_TITLES, STYLES, band, legend_below, new_figure, tidy
+from experiments.ragcache.fig02 import machine
 from experiments.replay import INFINITE, Found, replay_chunks, replay_prefix
 from experiments.results import Results
 from experiments.service_times import BLEND, FULL, PREFIX, REUSE, measure_service, service_table
@@ -39,6 +40,7 @@ LABELS = {
     BLEND: "CacheBlend",
 }
 WITHIN = 2.0  # "keeps up": a mean TTFT below so many times full recompute's service time
+SHOWN = 5.0  # the y axis ends at so many times that
 NOTES = (
     "A first-in, first-out queue with one server, simulated; a request's service is a measured one of the same method "
     "and number of cached chunks (rounds drawn at random), scaled by its length: the prefill, and what follows the "
@@ -149,9 +151,9 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
             low = part.iloc[0]
             rows.append(
                 {
-                    "dataset": f"{DATASET_TITLES[dataset]} extended",
+                    "dataset": f"{DATASET_TITLES[str(dataset)]} extended",
                     "cache": f"{share:.0%}",
-                    "method": LABELS[kind],
+                    "method": LABELS[str(kind)],
                     "chunks cached": f"{low['cached_share']:.1%}",
                     "mean service to first token, s": low["service_s"],
                     "TTFT at the lowest rate, s": f"{low['ttft']:.3g} [{low['ttft_low']:.3g}, {low['ttft_high']:.3g}]",
@@ -179,6 +181,7 @@ def draw(results: Results) -> Figure:
     """A column per dataset, a row per cache size."""
     frame = queue_frame(results)
     figure, panels = new_figure(len(CAPACITIES), len(DATASETS), sharex="col")
+    ends = [0.0] * len(DATASETS)
     for row, share in enumerate(CAPACITIES):
         for column, dataset in enumerate(DATASETS):
             axes = panels[row][column]
@@ -187,17 +190,19 @@ def draw(results: Results) -> Figure:
                 colour, marker = STYLES[kind.split("(", 1)[0]]
                 line = here[here["kind"] == kind]
                 band(axes, line["rate"], line, "ttft", color=colour, marker=marker, label=LABELS[kind])
-            axes.set_ylim(0, 6 * here["full_s"].iloc[0])
+            top = SHOWN * here["full_s"].iloc[0]
+            axes.set_ylim(0, top)
+            ends[column] = max(ends[column], 1.2 * here[here["ttft"] < top]["rate"].max())
+            axes.set_xlim(0, ends[column])
             axes.set_title(f"{DATASET_TITLES[dataset]} extended, cache of {share:.0%}", fontsize=10)
             axes.set_ylabel("mean TTFT (s)")
             tidy(axes)
             if row == len(CAPACITIES) - 1:
                 axes.set_xlabel("requests per second")
     h = results.header
-    threads = f"{h['threads']} thread{'s' if h['threads'] != 1 else ''}"
     figure.suptitle(
-        f"{h['model']}, {h['num_chunks']} chunks of at most {h['chunk_tokens']} tokens: TTFT against request rate\n"
-        f"(service times measured: {h['device']}, {threads}; queue simulated, {SEEDS} seeds)",
+        f"{machine(h)}, {h['num_chunks']} chunks of at most {h['chunk_tokens']} tokens: TTFT against request rate\n"
+        f"(service times measured, queue simulated with {SEEDS} seeds)",
         fontsize=11,
     )
     legend_below(figure, 4)

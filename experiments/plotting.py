@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from experiments.tables import Table
 
@@ -91,15 +91,15 @@ def _points(axes: Axes, frame: pd.DataFrame, name: str) -> None:
         )
 
 
-def log_axis(axes: Axes, steps: tuple[float, ...] = (1.0, 2.0, 5.0), axis: Literal["x", "y"] = "x") -> None:
-    """A logarithmic axis with plain numbers."""
+def log_axis(axes: Axes, steps: tuple[float, ...] = (1.0, 2.0, 5.0), which: str = "x") -> None:
+    """A logarithmic x (or y) axis with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axes.set(**{f"{axis}scale": "log"})
-    scaled = axes.xaxis if axis == "x" else axes.yaxis
-    scaled.set_major_locator(LogLocator(base=10, subs=steps))
-    scaled.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    scaled.set_minor_formatter(NullFormatter())
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(base=10, subs=steps))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _source(table: Any) -> str:

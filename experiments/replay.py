@@ -137,14 +137,12 @@ class Totals:
 
 def totals(workload: Workload, found: Iterable[Found], ratio: float = RATIO) -> Totals:
     """Adds a replay up."""
-    counts = [0, 0, 0, 0, 0]
-    computed = 0.0
-    for number, (request, f) in enumerate(zip(workload.requests, found, strict=True)):
-        if number < workload.warmup:
-            continue
-        for at, tokens in enumerate(
-            (1, request.input_tokens, request.document_tokens, f.prefix_tokens, f.other_tokens)
-        ):
-            counts[at] += tokens
-        computed += f.computed(request, ratio)
-    return Totals(*counts, computed)
+    pairs = list(zip(workload.requests, found, strict=True))[workload.warmup :]
+    return Totals(
+        len(pairs),
+        sum(request.input_tokens for request, _ in pairs),
+        sum(request.document_tokens for request, _ in pairs),
+        sum(f.prefix_tokens for _, f in pairs),
+        sum(f.other_tokens for _, f in pairs),
+        sum(f.computed(request, ratio) for request, f in pairs),
+    )

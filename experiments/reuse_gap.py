@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from experiments.plotting import STYLES, legend_below, new_figure, tidy
-from experiments.ragcache.frame import WORKLOAD_TITLES, CountedConfig, CountedExperiment, counted_app
+from experiments.ragcache.frame import WORKLOAD_TITLES, CountedConfig, CountedExperiment, counted_app, embedder_note
 from experiments.replay import INFINITE, Found, Totals, replay_chunks, replay_hybrid, replay_prefix, totals
 from experiments.results import Results
 from experiments.timed import Records
@@ -101,7 +101,7 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
             for kind in REPLAYS:
                 row[f"computed, {kind}"] = _percent([t.computed_share for t in measured.get((name, kind, share), [])])
             rows.append(row)
-    return pd.DataFrame(rows), NOTES
+    return pd.DataFrame(rows), f"{embedder_note(results)} {NOTES}"
 
 
 def _percent(values: list[float]) -> str:

@@ -66,7 +66,8 @@ class _Cases:
     def _prefix(self, hits: int) -> kr.Prefill:
         """A tree that has the system prompt and the first chunks; the chunks behind are new to it."""
         tree = kr.TreeCache(self._model, self._prompt.prefix, "32GiB", 0)
-        held = kr.RagPrompt(self._prompt.prefix, self._prompt.chunks[:hits], self._prompt.question)
+        chunks = self._prompt.chunks[:hits] or [self._prompt.chunks[0].roll(1)]  # or another one: no chunk is found
+        held = kr.RagPrompt(self._prompt.prefix, chunks, self._prompt.question)
         kr.RagCache().encode(self._model, held, tree)
         return kr.RagCache().prefill(self._model, self._prompt, tree)
 

@@ -213,7 +213,7 @@ def test_a_smaller_limit_is_part_of_a_larger_one():
 
 def test_documents_are_counted_with_their_separator(demo_model):
     texts = ["Bees\nBees make honey.", "Iron\nIron rusts in rain."]
-    counted = count_tokens([text + SEPARATOR for text in texts], vectors.Tokenizer("demo"))
+    counted = count_tokens([text + SEPARATOR for text in texts], demo_model)
     corpus = kr.Corpus(demo_model, texts)
     assert counted == tuple(corpus.document(n).num_tokens for n in range(2))
 

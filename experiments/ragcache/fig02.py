@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -79,6 +81,12 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def machine(header: Mapping[str, Any]) -> str:
+    """Model, device and threads, for a title."""
+    threads = f"{header['threads']} thread{'s' if header['threads'] != 1 else ''}"
+    return f"{Path(header['model']).name} ({header['device']}, {threads})"
+
+
 def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
     """A row per length."""
     import pandas as pd
@@ -128,9 +136,7 @@ def draw(results: Results) -> Figure:
     tidy(axes)
     axes.grid(False, axis="x")
     axes.legend(loc="upper left", frameon=False)
-    h = results.header
-    threads = f"{h['threads']} thread{'s' if h['threads'] != 1 else ''}"
-    figure.suptitle(f"{h['model']}: inference time over the input's length ({h['device']}, {threads})", fontsize=11)
+    figure.suptitle(f"{machine(results.header)}: inference time over the input's length", fontsize=11)
     return figure
 
 

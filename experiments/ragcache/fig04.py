@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 import kvreuse as kr
 from experiments.environment import scratch_folder
-from experiments.plotting import tidy
-from experiments.ragcache.fig02 import quartiles
+from experiments.plotting import log_axis, tidy
+from experiments.ragcache.fig02 import machine, quartiles
 from experiments.results import Results
 from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, timed_app
 
@@ -131,7 +131,7 @@ def draw(results: Results) -> Figure:
                 for kinds in lengths.values()
             ]
             right.plot(list(lengths), ratios, **style)
-    left.set_yscale("log")
+    log_axis(left, which="y")
     left.set_ylabel("TTFT (s, log scale; median and quartiles)")
     right.set_ylabel("times faster than full prefill")
     right.set_ylim(bottom=0)
@@ -141,8 +141,7 @@ def draw(results: Results) -> Figure:
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     h = results.header
-    threads = f"{h['threads']} thread{'s' if h['threads'] != 1 else ''}"
-    figure.suptitle(f"{h['model']}: prefill behind a cached prefix ({h['device']}, {threads})", fontsize=11)
+    figure.suptitle(f"{machine(h)}: prefill behind a cached prefix", fontsize=11)
     return figure
 
 

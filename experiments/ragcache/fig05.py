@@ -14,6 +14,7 @@ from experiments.ragcache.frame import (
     CountedConfig,
     CountedExperiment,
     counted_app,
+    embedder_note,
 )
 from experiments.ragcache.skew import access_record, curve, skew_axes, skew_row
 from experiments.results import Results
@@ -51,7 +52,7 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
 
     seeds = results.header["seeds"]
     rows = [{"workload": WORKLOAD_TITLES[r["case_id"]], **skew_row(r, seeds)} for r in results.records]
-    return pd.DataFrame(rows), NOTES
+    return pd.DataFrame(rows), f"{embedder_note(results)} {NOTES}"
 
 
 def draw(results: Results) -> Figure:
@@ -63,7 +64,7 @@ def draw(results: Results) -> Figure:
         label = f"{WORKLOAD_TITLES[record['case_id']]} ({record['requests']:,} requests)"
         curve(axes, record, color=colour, marker=marker, markersize=5, label=label)
     skew_axes(axes)
-    figure.suptitle("Retrievals of the most used documents", fontsize=11)
+    figure.suptitle(f"Retrievals of the most used documents (embedder: {results.header['embedder']})", fontsize=11)
     figure.set_size_inches(7.2, 5.4)
     legend_below(figure, 2)
     return figure

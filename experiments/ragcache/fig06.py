@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.plotting import new_figure
-from experiments.ragcache.frame import WORKLOAD_TITLES, CountedConfig, CountedExperiment, counted_app
+from experiments.ragcache.frame import WORKLOAD_TITLES, CountedConfig, CountedExperiment, counted_app, embedder_note
 from experiments.ragcache.skew import access_record, curve, skew_axes, skew_row
 from experiments.results import Results
 from experiments.timed import Records
@@ -67,7 +67,7 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
 
     seeds = results.header["seeds"]
     rows = [{"varied": r["panel"], "setting": r["method"], **skew_row(r, seeds)} for r in results.records]
-    return pd.DataFrame(rows), NOTES
+    return pd.DataFrame(rows), f"{embedder_note(results)} {NOTES}"
 
 
 def draw(results: Results) -> Figure:

@@ -76,7 +76,7 @@ def draw(results: Results) -> Figure:
         mine = frame[frame["case_id"] == name]
         points = over_seeds(mine, ["method", "rate"], ("ttft_s", "document_hits"))
         lines(left, points, "rate", "ttft_s", STYLES)
-        log_axis(left, axis="y")
+        log_axis(left, which="y")
         left.set_ylabel("mean TTFT (s, log scale)")
         for value, (label, colour, marker) in RATIOS.items():
             found = [ratio_of(here, value, OFF, ON) for _, here in mine.groupby("rate")]

@@ -149,6 +149,13 @@ class CountedExperiment(Generic[C]):
         return f"{self.shows} [{self.section}; {self.cost}]"
 
 
+def embedder_note(results: Results) -> str:
+    """What the documents were found with, for notes."""
+    name = results.header["embedder"]
+    known = {"demo": "all-MiniLM-L6-v2", "words": "hashed word weights (lexical, no model)"}
+    return f"Embedder: {known.get(name, name)}."
+
+
 def run_counted(experiment: CountedExperiment[C], config: C, folder: Path, force: bool = False) -> Path:
     """Count, unless the records are there. An interrupted run is begun anew."""
     path = folder / config.file_name

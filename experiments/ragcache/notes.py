@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from experiments.ragcache.frame import embedder_note
 from experiments.results import Results
 
 RUNS = (
     "Means over {seeds} seeds with 95% bootstrap intervals; each run: {requests} requests from empty caches, of which "
     "the first {warmup} are left out. A load of 1 keeps a server busy all the time that reuses nothing. Hits: of "
-    "documents, and of their tokens, in any tier; prefill: seconds of a request's own prefill. Retrieval: {embedder}."
+    "documents, and of their tokens, in any tier; prefill: seconds of a request's own prefill."
 )
 
 
@@ -19,7 +20,7 @@ def notes_of(results: Results) -> str:
         f"documents have {_length(s['mean_document_tokens'])}; a search takes {s['search_s']:.3g} s."
         for s in header["scales"]
     ]
-    return RUNS.format(**header) + "\n\n" + "\n".join(servers)
+    return f"{RUNS.format(**header)} {embedder_note(results)}\n\n" + "\n".join(servers)
 
 
 def _length(mean: int | None) -> str:

@@ -137,7 +137,7 @@ def draw(results: Results) -> Figure:
         above.axhline(limit_s, color="#777777", linestyle="--", linewidth=1.0, label=f"{SLO:g} x no reuse, lowest rate")
         top = float(here["rate"].max())
         below.plot([0, top], [0, top], color="#777777", linestyle=":", linewidth=1.0, label="all that arrive")
-        log_axis(above, axis="y")
+        log_axis(above, which="y")
         above.set_title(f"{WORKLOAD_TITLES[str(name)]}, top {top_k}\n{server}", fontsize=10)
         below.set_xlabel("arriving requests per second")
         above.set_ylabel("mean TTFT (s, log scale)")
