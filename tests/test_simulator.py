@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_one_request() -> None:
     assert result.ttft_s.tolist() == [2.5]
     assert result.computed_tokens.tolist() == [12]
     assert result.prefill_s.tolist() == [1.5]
+    assert result.tpot_s.tolist() == [0.5]
     assert result.throughput_per_s == 1 / 3.5
     assert (result.counts["prefills"], result.counts["decode_steps"], result.counts["decode_s"]) == (1, 2, 1.0)
 
@@ -318,20 +320,23 @@ def test_running_ahead_equals_every_step_as_an_event(
     assert same(simulator.run(requests), replace(simulator, stepwise=True).run(requests))
 
 
-def test_the_real_servers_books_decide_the_same_at_the_same_times() -> None:
+@pytest.mark.parametrize("speculate", [False, True])
+def test_the_real_servers_books_decide_the_same_at_the_same_times(speculate: bool) -> None:
     """A tiny model's server, its clock turned by the cost model: every time and every hit is the simulator's."""
-    model = kr.ReuseModel(tiny_model(max_position_embeddings=512).hf, Letters())
-    type(model.tokenizer).eos_token_id = -1  # answers of a given length
+    tokenizer = Letters()
+    tokenizer.eos_token_id = -1  # answers of a given length
+    model = kr.ReuseModel(tiny_model(max_position_embeddings=512, eos_token_id=-1).hf, tokenizer)
     corpus, clock = Corpus(model, TEXTS, system="Answer."), [0.0]
-    cache = TreeCache(model, corpus.prefix, 40_000, 30_000, cost=Round().prefill_s)
-    sizes = [corpus.document(i).num_tokens for i in range(len(TEXTS))]
-    rng = np.random.default_rng(0)
-    lists = [[int(i) for i in rng.integers(0, 6, 2)] for _ in range(40)]
-    arrivals, answers = np.cumsum(rng.exponential(3.0, 40)).tolist(), rng.integers(1, 6, 40).tolist()
-    question = corpus.question_ids("why?")
+    costs = Round(search_stage_s=(0.7, 0.3), step=0.113)
+    cache = TreeCache(model, corpus.prefix, 40_000, 30_000, cost=costs.prefill_s)
+    documents, question = [corpus.document(i) for i in range(len(TEXTS))], corpus.question_ids("why?")
+    rng, count = np.random.default_rng(0), 40
+    lists = rng.integers(0, 6, (count, 2)).tolist()
+    early = [found if rng.random() < 0.5 else [1, 0] for found in lists]
+    arrivals, answers = np.cumsum(rng.exponential(3.0, count)).tolist(), rng.integers(1, 6, count).tolist()
     engine, options = Engine(cache, 2), ServerOptions(window=4)
-    books = Books(corpus, Controller(cache.tree, Speculator(enabled=False), 4), engine, options, lambda: clock[0])
-    costs = Round(search_stage_s=(0.7,), step=0.113)
+    speculator = Speculator(enabled=speculate)
+    books = Books(corpus, Controller(cache.tree, speculator, 4), engine, options, lambda: clock[0])
     alphas: list[tuple[int, int]] = []
     prepare = engine.prepare
 
@@ -340,35 +345,37 @@ def test_the_real_servers_books_decide_the_same_at_the_same_times() -> None:
         return prepare(sequence, match)
 
     engine.prepare = spy  # type: ignore[method-assign]
-    events: list[tuple[float, int, bool]] = [(at, number, False) for number, at in enumerate(arrivals)]
-    free = 0.0
+    events, free = [(at, number, 0) for number, at in enumerate(arrivals)], 0.0
     for number, at in enumerate(arrivals):
-        free = max(at, free) + 0.7
-        events.append((free, number, True))
+        stage = max(at, free) + 0.7
+        free = stage + 0.3
+        events += [(stage, number, 1), (free, number, 2)]
     events.sort()
     futures: list[Future[ServedAnswer]] = []
     while events or books.jobs:
         while events and events[0][0] <= clock[0]:
-            at, number, found = events.pop(0)
-            if found:
-                books.final(number, tuple(corpus.document(i) for i in lists[number]))
-            else:
-                here, clock[0] = clock[0], at
+            at, number, kind = events.pop(0)
+            if kind == 0:
+                now, clock[0] = clock[0], at
                 futures.append(books.submit("why?", question, answers[number])[1])
-                clock[0] = here
+                clock[0] = now
+            else:
+                found = tuple(documents[i] for i in (early if kind == 1 else lists)[number])
+                (books.stage if kind == 1 else books.final)(number, found)
         work = books.plan()
         if work is None:
             clock[0] = max(clock[0], events[0][0])
             continue
-        clock[0] += costs.step_s(0, 0, 0) if work.is_step else costs.prefill_s(*alphas[-1])
+        clock[0] += costs.step if work.is_step else costs.prefill_s(*alphas[-1])
         work.record(work.compute())
     real = [future.result(0).request for future in futures]
-    requests = Requests.from_lists(arrivals, lists, sizes, question.numel(), answers)
+    sizes = [document.num_tokens for document in documents]
+    requests = Requests.from_lists(arrivals, lists, sizes, question.numel(), answers, [[e] for e in early])
     simulator = Simulator(
         replace(costs, bytes_per_token=cache.tree.bytes_per_token),
         40_000,
         30_000,
-        replace(RAGCACHE, window=4, speculate=False),
+        replace(RAGCACHE, window=4, speculate=speculate),
         corpus.prefix.numel(),
         max_batch=2,
     )
@@ -376,11 +383,13 @@ def test_the_real_servers_books_decide_the_same_at_the_same_times() -> None:
     assert result.cached_tokens.tolist() == [r.cached_tokens for r in real]
     assert result.hit_documents.tolist() == [r.cached_documents for r in real]
     assert result.context_tokens.tolist() == [r.context_tokens for r in real]
+    assert result.speculative.tolist() == [r.speculative for r in real]
     assert result.retrieved_s == pytest.approx([r.retrieved_s for r in real], abs=1e-9)
     assert result.first_token_s == pytest.approx([r.first_token_s for r in real], abs=1e-9)
     assert result.finished_s == pytest.approx([r.finished_s for r in real], abs=1e-9)
     assert 0 < result.document_hit_rate < 1
     assert cache.tree.host.evictions > 0
+    assert (speculator.stats.kept > 0) == (speculator.stats.cancelled > 0) == speculate
 
 
 # -- files and bad input ----------------------------------------------------------------------------------------------
@@ -408,6 +417,15 @@ def test_measured_costs_are_looked_up_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     MEASURED.save(path)
     assert MeasuredCosts.load(path) == MEASURED
+    twice = replace(
+        MEASURED, step_overhead_s=1.5, search_stage_s=(0.6, 0.2), prefill=CostProfiler((0,), (1,), ((1.0,),))
+    )
+    with pytest.raises(ValueError, match="2 profiles over 2 different grids"):
+        MeasuredCosts.mean([MEASURED, twice])
+    mean = MeasuredCosts.mean([MEASURED, replace(twice, prefill=MEASURED.prefill)])
+    assert (mean.step_overhead_s, mean.bytes_per_token) == (1.0, 8)
+    assert mean.search_stage_s == pytest.approx((0.45, 0.15))
+    assert replace(mean, step_overhead_s=0.5, search_stage_s=(0.3, 0.1)) == MEASURED
     path.write_text(json.dumps({**MEASURED.record(), "format": "other"}))
     with pytest.raises(ValueError, match=r"costs\.json.*format is 'other'.*measure them again"):
         MeasuredCosts.load(path)
@@ -415,6 +433,12 @@ def test_measured_costs_are_looked_up_saved_and_loaded(tmp_path: Path) -> None:
         replace(MEASURED, step_overhead_s=-1.0)
     with pytest.raises(ValueError, match="not a grid of 1 x 2"):
         StepTable((1,), (1, 2), ((1.0,),))
+
+
+def test_without_simpy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    with pytest.raises(ImportError, match="pip install simpy"):
+        run([0.0], [[0]], [4])
 
 
 @pytest.mark.parametrize(

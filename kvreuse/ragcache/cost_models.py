@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -133,6 +134,15 @@ class MeasuredCosts:
         copied = to_gpu * self.to_gpu_s_per_byte + to_host * self.to_host_s_per_byte
         return kept * self.keep_s_per_byte + copied
 
+    @classmethod
+    def mean(cls, profiles: Sequence[MeasuredCosts]) -> MeasuredCosts:
+        """Number by number, of profiles over the same grids: before and after a run, as a machine's speed drifts."""
+        grids = {(p.prefill.cached_tokens, p.prefill.new_tokens, p.step.num_rows, p.step.lengths) for p in profiles}
+        if len(grids) != 1:
+            raise ValueError(f"{len(profiles)} profiles over {len(grids)} different grids: they have no mean")
+        found: MeasuredCosts = cls.from_record(_mean([profile.record() for profile in profiles]))
+        return found
+
     # -- files --------------------------------------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
@@ -174,6 +184,18 @@ class MeasuredCosts:
             return cls.from_record(json.loads(Path(path).read_text()))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Of floats; lists and mappings part by part; of all else, which is equal, the first."""
+    first = values[0]
+    if isinstance(first, float):
+        return statistics.fmean(values)
+    if isinstance(first, Mapping):
+        return {key: _mean([value[key] for value in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_mean(parts) for parts in zip(*values, strict=True)]
+    return first
 
 
 def _frozen(value: Any) -> Any:

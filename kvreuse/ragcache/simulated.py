@@ -41,7 +41,7 @@ class SimulatedEngine:
         self.seconds = dict.fromkeys(("prefill", "overhead", "decode", "moving"), 0.0)
         self.num_prefills = self.num_steps = 0
         self._costs, self._tree, self._max_batch = costs, tree, max_batch
-        self._seen = [tier.bytes_in for tier in tree.tiers]
+        self._gpu_seen, self._host_seen = tree.gpu.bytes_in, tree.host.bytes_in
 
     @property
     def has_room(self) -> bool:
@@ -50,10 +50,11 @@ class SimulatedEngine:
 
     def moved_s(self, promoting: bool = False) -> float:
         """Seconds of what has moved between tiers since this was last asked; into GPU: from host, or from a prefill."""
-        before, self._seen = self._seen, [tier.bytes_in for tier in self._tree.tiers]
-        into_gpu, to_host = (now - then for now, then in zip(self._seen, before, strict=True))
+        gpu, host = self._tree.tiers
+        into_gpu, to_host = gpu.bytes_in - self._gpu_seen, host.bytes_in - self._host_seen
         if not into_gpu and not to_host:
             return 0.0
+        self._gpu_seen, self._host_seen = gpu.bytes_in, host.bytes_in
         seconds = self._costs.move_s(0 if promoting else into_gpu, into_gpu if promoting else 0, to_host)
         self.seconds["moving"] += seconds
         return seconds

@@ -98,6 +98,13 @@ class SimulationResult:
         return self.first_token_s - self.arrived_s
 
     @property
+    def tpot_s(self) -> Floats:
+        """Seconds per token behind the first; nan of answers that have one."""
+        behind = self.requests.new_tokens - 1
+        seconds = self.finished_s - self.first_token_s
+        return np.divide(seconds, behind, out=np.full(len(seconds), np.nan), where=behind > 0)
+
+    @property
     def computed_tokens(self) -> Ints:
         """Of each request's prefill."""
         computed: Ints = self.context_tokens - self.cached_tokens + self.requests.question_tokens
