@@ -36,7 +36,8 @@ class Search:
 
     ``index``: "flat" (exact), "ivf" (a quarter of about sqrt(n) clusters) or "hnsw". ``num_stages``: of the staged
     search; a flat one has one stage. ``embedder``: "demo" (all-MiniLM-L6-v2), "words" (`WordEmbedder`), a hub id or a
-    folder. ``stem``: search for the question without its choices (MMLU).
+    folder. ``stem``: search for the question without its choices (MMLU). ``probed``: share of an IVF index'
+    clusters that is searched, if not a quarter.
     """
 
     index: IndexName = "ivf"
@@ -44,6 +45,7 @@ class Search:
     num_stages: int = 4
     embedder: str = "demo"
     stem: bool = False
+    probed: float | None = None
 
     def __post_init__(self) -> None:
         if self.index not in get_args(IndexName):
@@ -51,6 +53,8 @@ class Search:
         for name in ("top_k", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.probed is not None and (self.index != "ivf" or not 0 < self.probed <= 1):
+            raise ValueError(f"probed={self.probed}: a share of the clusters of an IVF index, more than 0, at most 1")
 
 
 class WordEmbedder:
@@ -177,14 +181,15 @@ def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.n
             flat.add(np.ascontiguousarray(vectors, dtype=np.float32))
             return flat.search(np.ascontiguousarray(queries, dtype=np.float32), k)[1][:, None, :].astype(np.int32)
         staged: type[StagedIndex] = IVFStages if search.index == "ivf" else HNSWStages
-        index = staged(vectors, num_stages=search.num_stages)  # type: ignore[call-arg]
+        more = {} if search.probed is None else {"nprobe": max(1, round(search.probed * len(vectors) ** 0.5))}
+        index = staged(vectors, num_stages=search.num_stages, **more)  # type: ignore[call-arg]
         found = np.full((len(queries), index.num_stages, k), -1, dtype=np.int32)
         for number, query in enumerate(queries):
             for stage, rows in enumerate(index.stages(query, k)):
                 found[number, stage, : len(rows)] = rows
         return found
 
-    settings = repr((search.index, search.top_k, search.num_stages))
+    settings = repr((search.index, search.top_k, search.num_stages, *([search.probed] if search.probed else [])))
     return kept("found", [vectors.tobytes(), queries.tobytes(), settings], find)
 
 
