@@ -98,7 +98,7 @@ def draw(results: Results) -> Figure:
             points = over_seeds(here, ["method", "fraction"], (value,))
             points["fraction"] *= 100
             lines(panel, points, "fraction", value, STYLES)
-            panel.set_title(f"{WORKLOAD_TITLES[name]}, {here['rate'].iloc[0]:.2g} requests/s", fontsize=10)
+            panel.set_title(f"{WORKLOAD_TITLES[name]}, load {load:g}", fontsize=10)
             panel.set_ylabel(label)
             panel.set_ylim(0, None)
             panel.set_xticks([100 * f for f in FRACTIONS], [f"{100 * f:g}" for f in FRACTIONS])

@@ -50,7 +50,7 @@ def draw(results: Results) -> Figure:
     frame = pd.DataFrame(results.records)
     panels = list(frame.groupby(["case_id", "load"], sort=False))
     figure, axes = new_figure(1, len(panels), sharey=True)
-    for panel, ((name, _), here) in zip(axes[0], panels, strict=True):
+    for panel, ((name, load), here) in zip(axes[0], panels, strict=True):
         points = over_seeds(here, ["method", "fraction"], (VALUE,))
         for shift, method in ((-0.2, OFF), (0.2, ON)):
             mine = points[points["method"] == method]
@@ -58,7 +58,7 @@ def draw(results: Results) -> Figure:
             places = [place + shift for place in range(len(mine))]
             panel.bar(places, mine[VALUE], 0.36, yerr=spread, color=STYLES[method][0], label=method)
         panel.set_xticks(range(here["fraction"].nunique()), [f"{100 * f:g}" for f in here["fraction"].unique()])
-        panel.set_title(f"{WORKLOAD_TITLES[name]}, {here['rate'].iloc[0]:.2g} requests/s", fontsize=10)
+        panel.set_title(f"{WORKLOAD_TITLES[name]}, load {load:g}", fontsize=10)
         panel.set_xlabel("share of vectors searched (%)")
         tidy(panel)
     axes[0][0].set_ylabel("search not overlapped (s)")
