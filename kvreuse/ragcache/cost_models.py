@@ -172,14 +172,15 @@ class MeasuredCosts:
         grids = {(p.prefill.cached_tokens, p.prefill.new_tokens, p.step.num_rows, p.step.lengths) for p in profiles}
         if len(grids) != 1:
             raise ValueError(f"{len(profiles)} profiles over {len(grids)} different grids: they have no mean")
-        for name, values in (
+        fields: list[tuple[str, set[Any]]] = [
             ("bytes_per_token", {p.bytes_per_token for p in profiles}),
             ("number of prefill_overheads_s", {len(p.prefill_overheads_s) for p in profiles}),
             ("number of search_stage_s", {len(p.search_stage_s) for p in profiles}),
             *((f"conditions[{key!r}]", {p.conditions.get(key) for p in profiles}) for key in _SAME),
-        ):
+        ]
+        for name, values in fields:
             if len(values) > 1:
-                raise ValueError(f"profiles differ in {name}, {', '.join(map(str, values))}: they have no mean")
+                raise ValueError(f"profiles differ in {name}, {', '.join(sorted(map(str, values)))}: no mean")
         found: MeasuredCosts = cls.from_record(_mean([profile.record() for profile in profiles]))
         return found
 
