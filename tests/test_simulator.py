@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import kvreuse as kr
 from kvreuse.ragcache import published
 from kvreuse.ragcache.bookkeeping import Books
-from kvreuse.ragcache.controller import Controller
+from kvreuse.ragcache.controller import Controller, Request
 from kvreuse.ragcache.corpus import Corpus
 from kvreuse.ragcache.cost_models import MeasuredCosts, StepTable
 from kvreuse.ragcache.engine import Engine
@@ -27,6 +27,7 @@ from kvreuse.ragcache.kv import TreeCache
 from kvreuse.ragcache.node import Document
 from kvreuse.ragcache.profiler import CostProfiler
 from kvreuse.ragcache.published import A10G_LLAMA2_7B, A10G_MISTRAL_7B, H800_LLAMA2_70B, H800_MIXTRAL_8X7B
+from kvreuse.ragcache.serving_metrics import ServingMetrics
 from kvreuse.ragcache.serving_types import ServedAnswer, ServerOptions
 from kvreuse.ragcache.simulation_input import Requests
 from kvreuse.ragcache.simulation_result import SimulationResult
@@ -276,6 +277,50 @@ def test_every_request_is_answered_once_and_nothing_is_left(system: System, rate
         result.record(kr.ragcache.Request(7, 1, 0.0), 0.0)  # type: ignore[attr-defined]
 
 
+def test_two_runs_on_one_tree() -> None:
+    """The second finds what the first has left, counts its own evictions, and nobody listens to the tree behind it."""
+    requests, simulator = workload(5, 100), server()
+    tree = simulator.new_tree()
+    one = simulator.run(requests, tree)
+    assert tree._listeners == []
+    two = simulator.run(requests, tree)
+    assert tree._listeners == []
+    for tier in tree.tiers:
+        for name in ("evictions", "bytes_in"):
+            assert one.counts[f"{tier.name}_{name}"] > 0
+            total = one.counts[f"{tier.name}_{name}"] + two.counts[f"{tier.name}_{name}"]
+            assert getattr(tier, name) == total
+    assert one.cached_tokens[0] == 0
+    assert two.cached_tokens[0] >= 5
+    tree.check_integrity()
+
+
+def test_a_tree_of_another_server_is_refused() -> None:
+    with pytest.raises(ValueError, match="tree has system_tokens=5, this server 6"):
+        server(system_tokens=6).run(workload(1, 3), server().new_tree())
+    costs = Round((1.0, 1.0, 1.0), bytes_per_token=2)
+    with pytest.raises(ValueError, match="tree has bytes_per_token=1, this server 2"):
+        Simulator(costs, 100, system_tokens=5).run(workload(1, 3), server().new_tree())
+
+
+def test_a_summary_is_the_servers() -> None:
+    """Same names, same definitions: of the same requests they are the same numbers."""
+    result, metrics = server().run(workload(5, 150)), ServingMetrics()
+    for number in range(150):
+        times = (result.arrived_s, result.retrieved_s, result.first_token_s, result.finished_s)
+        arrived, retrieved, first, finished = (float(t[number]) for t in times)
+        tokens = int(result.requests.new_tokens[number])
+        metrics.answered(
+            Request(number, 1, arrived, None, retrieved, first, finished, num_tokens=tokens), server().new_tree()
+        )
+    ours, theirs = result.summary(), metrics.summary()
+    names = [name for name in theirs if name.startswith(("ttft", "tpot", "retrieval", "throughput"))]
+    assert len(names) == 3 * 5 - 2
+    assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names})
+    with pytest.raises(RuntimeError, match="called before"):
+        result.finished({}, 5)
+
+
 def test_requests_from_objects() -> None:
     a, b = Document("a", 3), Document("b", 4)
     asked = [
@@ -433,6 +478,56 @@ def test_measured_costs_are_looked_up_saved_and_loaded(tmp_path: Path) -> None:
         replace(MEASURED, step_overhead_s=-1.0)
     with pytest.raises(ValueError, match="not a grid of 1 x 2"):
         StepTable((1,), (1, 2), ((1.0,),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": [6, 3]}, r"11 cached tokens, .*up to 10: .*measure_costs\(..., cached_tokens=\) with 11"),
+        ({"question": 7}, "17 new tokens in a prefill, .*up to 16: .*new_tokens="),
+        ({"new": 5}, "20 tokens in a decoding sequence, .*up to 19: .*lengths="),
+        ({"max_batch": 4}, "4 sequences that decode together, .*up to 3: .*max_batch="),
+        ({"stages": [[[0, 1]]] * 4, "sizes": [1, 7], "documents": [[0]] * 4, "system": RAGCACHE}, None),
+        (
+            {"stages": [[[0, 1]]] * 4, "sizes": [1, 8], "documents": [[0]] * 4, "system": RAGCACHE},
+            "11 cached tokens",  # in a list that was shown only
+        ),
+        ({"new": 1, "max_batch": 4}, None),  # nothing decodes
+        ({"question": 5, "system": NO_REUSE, "sizes": [6, 3]}, None),
+    ],
+)
+def test_measured_costs_refuse_what_was_not_measured(change: dict[str, Any], message: str | None) -> None:
+    """A simulated clock must not charge a long prefill as the longest that was measured."""
+    costs = replace(
+        MEASURED,
+        prefill=CostProfiler((0, 10), (1, 16), ((0.1, 0.5), (0.2, 0.6))),
+        step=StepTable((1, 3), (10, 19), ((1.0, 2.0), (3.0, 4.0))),
+    )
+    asked = {"documents": [[0, 1]] * 4, "sizes": [5, 3], "question": 6, "new": 4, "stages": None, **change}
+    lists = (asked.pop(name) for name in ("documents", "sizes", "question", "new", "stages"))
+    requests = Requests.from_lists([0.0] * 4, *lists)
+    simulator = Simulator(costs, system_tokens=2, **{"system": PLAIN, "max_batch": 3, **asked})
+    if message is None:
+        assert simulator.run(requests).num_answered == 4
+        return
+    with pytest.raises(ValueError, match=message):
+        simulator.run(requests)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"bytes_per_token": 4}, "bytes_per_token, "),
+        ({"prefill_overheads_s": (0.1,)}, "number of prefill_overheads_s"),
+        ({"search_stage_s": (0.1,)}, "number of search_stage_s"),
+        ({"conditions": {"device": "other", "threads": "1"}}, r"conditions\['device'\]"),
+        ({"conditions": {"device": "cpu", "threads": "2"}}, r"conditions\['threads'\]"),
+        ({"conditions": {"device": "cpu", "threads": "1", "model": "x"}}, r"conditions\['model'\]"),
+    ],
+)
+def test_profiles_of_different_things_have_no_mean(change: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"differ in {name}.*no mean"):
+        MeasuredCosts.mean([MEASURED, replace(MEASURED, **change)])
 
 
 def test_without_simpy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

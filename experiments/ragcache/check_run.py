@@ -123,15 +123,16 @@ class Check:
         return poisson_arrivals(rate, self.config.requests, self.config.seed)
 
     def profile(self) -> MeasuredCosts:
-        """What everything takes now."""
-        size = self.config.doc_tokens
-        prompt = self.corpus.prefix.numel() + self.config.top_k * size + 32
+        """What everything takes now, up to the longest prompt there is."""
+        size, prefix = self.config.doc_tokens, self.corpus.prefix.numel()
+        context = max(sum(d.num_tokens for d in shown) for found in self._found.values() for shown in found)
+        prompt = prefix + context + max(self.corpus.question_ids(q).numel() for q in self._found)
         return measure_costs(
             self.model,
             self.corpus,
             self.retriever,
             self.others,
-            cached_tokens=sorted({16, 16 + size, 16 + self.config.top_k * size}),
+            cached_tokens=sorted({16, 16 + size, prefix + context}),
             new_tokens=sorted({16, 24, 32, 32 + size, prompt}),
             lengths=sorted({prompt // 2, prompt + self.config.max_new_tokens}),
             max_batch=self.config.max_batch,

@@ -19,24 +19,31 @@ class Collector:
 
     def __init__(self) -> None:
         self._was_enabled = False
+        self._running = False
         self._rounds = 0
 
     def start(self) -> None:
-        """Collect once, set aside what is left, and switch automatic collection off."""
+        """Collect once, set aside what is left, and switch automatic collection off. Nothing if that is so already."""
+        if self._running:
+            return
+        self._running = True
         self._was_enabled = gc.isenabled()
         gc.collect()
         gc.freeze()
         gc.disable()
 
     def between(self) -> None:
-        """Collect if enough has come together."""
-        if gc.get_count()[0] < YOUNG:
+        """Collect if enough has come together; nothing unless started."""
+        if not self._running or gc.get_count()[0] < YOUNG:
             return
         self._rounds += 1
         gc.collect(2 if self._rounds % FULL == 0 else 1)
 
     def stop(self) -> None:
-        """As it was before `start`."""
+        """As it was before `start`; nothing if it was not started, or is stopped."""
+        if not self._running:
+            return
+        self._running = False
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()

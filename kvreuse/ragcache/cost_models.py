@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvreuse.ragcache.profiler import CostProfiler, bilinear
 
 _FORMAT = "kvreuse serving costs 1"
+_SAME = ("model", "dtype", "device", "threads")  # conditions under which a mean makes sense
 
 
 class CostModel(Protocol):
@@ -53,6 +54,19 @@ class CostModel(Protocol):
 
     def move_s(self, kept: int, to_gpu: int, to_host: int) -> float:
         """Bytes kept from a prefill, copied from host to GPU, and from GPU to host."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A cost model that holds up to some numbers of tokens only."""
+
+    def check(self, cached_tokens: int, new_tokens: int, length: int, num_rows: int) -> None:
+        """Raise ValueError if a prefill or a decode step can be larger than what is known.
+
+        ``cached_tokens``, ``new_tokens``: the most of a prefill; ``length``, ``num_rows``: of a decode step, 0 if there
+        is none.
+        """
         ...
 
 
@@ -134,12 +148,39 @@ class MeasuredCosts:
         copied = to_gpu * self.to_gpu_s_per_byte + to_host * self.to_host_s_per_byte
         return kept * self.keep_s_per_byte + copied
 
+    def check(self, cached_tokens: int, new_tokens: int, length: int, num_rows: int) -> None:
+        """Look-ups beyond a grid give its edge's value: good enough to rank documents by, wrong for a clock."""
+        for what, value, axis, argument in (
+            ("cached tokens", cached_tokens, self.prefill.cached_tokens, "cached_tokens"),
+            ("new tokens in a prefill", new_tokens, self.prefill.new_tokens, "new_tokens"),
+            ("tokens in a decoding sequence", length, self.step.lengths, "lengths"),
+            ("sequences that decode together", num_rows, self.step.num_rows, "max_batch"),
+        ):
+            if value > axis[-1]:
+                raise ValueError(
+                    f"up to {value:,} {what}, but costs were measured up to {axis[-1]:,}: "
+                    f"measure them again, measure_costs(..., {argument}=) with {value} or more"
+                )
+
     @classmethod
     def mean(cls, profiles: Sequence[MeasuredCosts]) -> MeasuredCosts:
-        """Number by number, of profiles over the same grids: before and after a run, as a machine's speed drifts."""
+        """Number by number, of profiles over the same grids: before and after a run, as a machine's speed drifts.
+
+        Raises:
+            ValueError: they are of different grids, models or machines, or there are none.
+        """
         grids = {(p.prefill.cached_tokens, p.prefill.new_tokens, p.step.num_rows, p.step.lengths) for p in profiles}
         if len(grids) != 1:
             raise ValueError(f"{len(profiles)} profiles over {len(grids)} different grids: they have no mean")
+        fields: list[tuple[str, set[Any]]] = [
+            ("bytes_per_token", {p.bytes_per_token for p in profiles}),
+            ("number of prefill_overheads_s", {len(p.prefill_overheads_s) for p in profiles}),
+            ("number of search_stage_s", {len(p.search_stage_s) for p in profiles}),
+            *((f"conditions[{key!r}]", {p.conditions.get(key) for p in profiles}) for key in _SAME),
+        ]
+        for name, values in fields:
+            if len(values) > 1:
+                raise ValueError(f"profiles differ in {name}, {', '.join(sorted(map(str, values)))}: no mean")
         found: MeasuredCosts = cls.from_record(_mean([profile.record() for profile in profiles]))
         return found
 

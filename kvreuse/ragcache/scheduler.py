@@ -33,6 +33,10 @@ class WatchedTree(Protocol):
         """Have ``listener(node, cached)`` called whenever a node becomes cached or ceases to be."""
         ...
 
+    def unsubscribe(self, listener: Callable[[Node, bool], None]) -> None:
+        """Call it no more."""
+        ...
+
 
 class _Waiting(Generic[T]):
     """A request in the queue. ``lengths[d]``: tokens of the root and the first d documents."""
@@ -134,6 +138,10 @@ class ReorderQueue(Generic[T]):
     def priority(self, item: T) -> float:
         """The order priority of a waiting request as things stand."""
         return self._entries[item].priority
+
+    def close(self) -> None:
+        """Be told no more of the tree's changes, which goes on without this queue."""
+        self._tree.unsubscribe(self._on_change)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

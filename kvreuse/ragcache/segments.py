@@ -86,6 +86,10 @@ class Segments:
         """Have ``listener(node, has_kv)`` called whenever a node gains its first or loses its last copy."""
         self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Listener) -> None:
+        """Call it no more. ValueError if it was not subscribed."""
+        self._listeners.remove(listener)
+
     def nodes(self) -> Iterator[Node]:
         """All nodes, parents first."""
         stack = [self.root]

@@ -64,8 +64,7 @@ class RagServer:
         self._books = Books(corpus, controller, engine, self.options, self.now)
         self._lock = threading.RLock()  # held for all but computing and searching
         self._collector = Collector() if self.options.collect_between else None
-        between = self._collector.between if self._collector is not None else None
-        self._model_thread = ModelThread(self._books, self._lock, self.options.iteration_timeout_s, between)
+        self._model_thread = ModelThread(self._books, self._lock, self.options.iteration_timeout_s, self._collector)
         self._retrieval_thread = RetrievalThread(
             self._books, self._lock, self.options.retrieval_timeout_s, retriever, self._model_thread
         )
@@ -75,11 +74,15 @@ class RagServer:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> RagServer:
-        """Start the threads."""
-        if self._collector is not None:
-            self._collector.start()
-        for thread in (self._model_thread, self._retrieval_thread, self._watcher):
-            thread.start()
+        """Start the threads. If one cannot be started, the others are stopped again."""
+        try:
+            if self._collector is not None:
+                self._collector.start()
+            for thread in (self._model_thread, self._retrieval_thread, self._watcher):
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def close(self) -> None:

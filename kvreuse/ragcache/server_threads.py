@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvreuse.ragcache.bookkeeping import Books
+from kvreuse.ragcache.collector import Collector
 from kvreuse.ragcache.corpus import Retrieves
 from kvreuse.ragcache.planning import Iteration
 from kvreuse.ragcache.speculative import Documents
@@ -20,16 +21,16 @@ class ThreadKilled(RuntimeError):
 class ModelThread(Worker):
     """Decide, compute, record: what others have to say waits in its inbox until an iteration is over.
 
-    ``between`` is called behind every iteration.
+    Garbage is collected behind every iteration and while there is nothing to do, if a ``collector`` is given.
     """
 
     name = "model"
 
     def __init__(
-        self, books: Books, lock: threading.RLock, timeout_s: float, between: Callable[[], None] | None = None
+        self, books: Books, lock: threading.RLock, timeout_s: float, collector: Collector | None = None
     ) -> None:
         super().__init__(books, lock, timeout_s)
-        self._between = between
+        self._collector = collector
         self.die = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._in_model = threading.Lock()  # a thread that was given up may still be there
@@ -40,7 +41,13 @@ class ModelThread(Worker):
         self.wake()
 
     def iterate(self, epoch: int) -> bool:
-        """One prefill or decode step."""
+        """One prefill or decode step, then garbage."""
+        worked = self._iterate(epoch)
+        if self._collector is not None:
+            self._collector.between()
+        return worked
+
+    def _iterate(self, epoch: int) -> bool:
         with self.lock:
             self.check(epoch)
             work = self._keep_books(self._decide)
@@ -60,8 +67,6 @@ class ModelThread(Worker):
             self._keep_books(lambda: work.record(outcome))
             self.busy_with, self.busy_since = [], None
             self.books.end_step()
-        if self._between is not None:
-            self._between()
         return True
 
     def recover(self, request_ids: list[int], error: BaseException) -> None:
@@ -80,6 +85,8 @@ class ModelThread(Worker):
         except BaseException as error:
             self.stopping = True
             self.books.broken(error)
+            if self._collector is not None:  # this thread ends, and with it what collects between iterations
+                self._collector.stop()
             raise
 
 

@@ -34,7 +34,7 @@ class ServingMetrics:
         self.occupancy.append((fill[0], fill[1]))
 
     def summary(self) -> dict[str, float]:
-        """Means, medians and 99th percentiles. Times are seconds; rates are fractions."""
+        """Means, medians, 95th and 99th percentiles. Times are seconds; rates are fractions."""
         done = self.requests
         out: dict[str, float] = {"answered": len(done), **{k: float(v) for k, v in sorted(self.counts.items())}}
         if not done:
@@ -44,10 +44,10 @@ class ServingMetrics:
         tpot = [_after(r.finished_s, r.first_token_s or 0.0) / (r.num_tokens - 1) for r in done if r.num_tokens > 1]
         first, last = min(r.arrived_s for r in done), max(r.finished_s or 0.0 for r in done)
         out |= {
-            **_spread("ttft", ttft),
-            **_spread("retrieval", waited),
-            **_spread("tpot", tpot),
-            **_spread("scheduling", self.scheduling_s),
+            **spread("ttft", ttft),
+            **spread("retrieval", waited),
+            **spread("tpot", tpot),
+            **spread("scheduling", self.scheduling_s),
             "throughput_per_s": len(done) / (last - first) if last > first else 0.0,
             "token_hit_rate": _share(sum(r.cached_tokens for r in done), sum(r.context_tokens for r in done)),
             "document_hit_rate": _share(
@@ -68,12 +68,14 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _spread(name: str, values: Collection[float]) -> dict[str, float]:
+def spread(name: str, values: Collection[float]) -> dict[str, float]:
+    """Mean, median and percentiles, each of them one of the values; nothing of no values."""
     if not values:
         return {}
     ranked = sorted(values)
     return {
         f"{name}_mean_s": statistics.fmean(ranked),
         f"{name}_median_s": statistics.median(ranked),
-        f"{name}_p99_s": ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))],
+        f"{name}_p95_s": ranked[95 * len(ranked) // 100],
+        f"{name}_p99_s": ranked[99 * len(ranked) // 100],
     }

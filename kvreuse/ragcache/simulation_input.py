@@ -113,7 +113,11 @@ class Requests:
 
     @classmethod
     def of(cls, requests: Sequence[Asks]) -> Requests:
-        """From objects; their documents are numbered as they first appear, in lists that were shown or final."""
+        """From objects; their documents are numbered as they first appear, in lists that were shown or final.
+
+        So the numbers mean something within the result only. Simulate all requests of one tree as one `Requests`, or
+        number the documents yourself (`from_lists`) if several runs are to go on with one tree.
+        """
         numbers: dict[Document, int] = {}
 
         def numbered(documents: Sequence[Document]) -> list[int]:
@@ -144,6 +148,16 @@ class Requests:
 
     def sizes(self) -> Ints:
         """Tokens of each request's documents [n, k]; 0 where there is none."""
-        tokens = self.document_tokens[self.documents]
-        tokens[self.documents == NONE] = 0
+        return self._tokens(self.documents)
+
+    def most_context(self, shown: bool) -> Ints:
+        """Tokens of each request's documents [n]; ``shown``: the most of the lists its search shows and the final."""
+        most: Ints = self.sizes().sum(axis=1, dtype=np.int32)
+        if shown and self.stages is not None and self.stages.size:
+            most = np.maximum(most, self._tokens(self.stages).sum(axis=2, dtype=np.int32).max(axis=1))
+        return most
+
+    def _tokens(self, lists: Ints) -> Ints:
+        tokens = self.document_tokens[lists]
+        tokens[lists == NONE] = 0
         return tokens

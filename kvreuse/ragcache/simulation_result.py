@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvreuse.ragcache.controller import Request
+from kvreuse.ragcache.serving_metrics import spread
 from kvreuse.ragcache.simulation_input import NONE, Floats, Ints, Requests
 
 
@@ -37,6 +38,7 @@ class SimulationResult:
     counts: Mapping[str, float] = field(default_factory=dict)
     num_answered: int = 0
     system_tokens: int = 0
+    is_finished: bool = False
 
     @classmethod
     def empty(cls, system: str, costs: str, requests: Requests) -> SimulationResult:
@@ -78,7 +80,13 @@ class SimulationResult:
         self.speculative[number] = request.speculative
 
     def finished(self, counts: Mapping[str, float], system_tokens: int, block_tokens: int = 1) -> SimulationResult:
-        """After the last one. Of documents that are cached by blocks, all full blocks make a hit."""
+        """After the last one, once. Of documents that are cached by blocks, all full blocks make a hit.
+
+        Raises:
+            RuntimeError: requests are open, or it was called before.
+        """
+        if self.is_finished:
+            raise RuntimeError("finished was called before: the system prompt would be counted twice")
         if self.num_answered != len(self.requests):
             raise RuntimeError(f"{self.num_answered} of {len(self.requests)} requests were answered")
         sizes = self.requests.sizes()
@@ -87,6 +95,7 @@ class SimulationResult:
         hit = (ends - ends % block_tokens <= cached) & (ends - sizes < cached) & (self.requests.documents != NONE)
         self.hit_documents = hit.sum(axis=1, dtype=np.int32)
         self.context_tokens = self.context_tokens + np.int32(system_tokens)
+        self.is_finished = True
         self.counts, self.system_tokens = dict(counts), system_tokens
         return self
 
@@ -127,15 +136,12 @@ class SimulationResult:
 
     def summary(self) -> dict[str, float]:
         """Means, percentiles, rates and counts; named as in `ServingMetrics.summary`."""
-        ttft = self.ttft_s
-        median, p95, p99 = np.percentile(ttft, (50, 95, 99)).tolist()
+        tpot = self.tpot_s
         return {
             "answered": float(self.num_answered),
-            "ttft_mean_s": float(ttft.mean()),
-            "ttft_median_s": median,
-            "ttft_p95_s": p95,
-            "ttft_p99_s": p99,
-            "retrieval_mean_s": float((self.retrieved_s - self.arrived_s).mean()),
+            **spread("ttft", self.ttft_s.tolist()),
+            **spread("retrieval", (self.retrieved_s - self.arrived_s).tolist()),
+            **spread("tpot", tpot[~np.isnan(tpot)].tolist()),
             "finished_mean_s": float((self.finished_s - self.arrived_s).mean()),
             "prefill_mean_s": float(self.prefill_s.mean()),
             "throughput_per_s": self.throughput_per_s,

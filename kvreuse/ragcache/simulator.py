@@ -20,6 +20,7 @@ from kvreuse.ragcache.controller import Controller, Request
 from kvreuse.ragcache.cost_models import CostModel
 from kvreuse.ragcache.node import Document
 from kvreuse.ragcache.simulated import SimulatedBooks, SimulatedEngine, SimulatedSequence
+from kvreuse.ragcache.simulation_checks import check_costs, check_tree
 from kvreuse.ragcache.simulation_input import Requests
 from kvreuse.ragcache.simulation_result import SimulationResult
 from kvreuse.ragcache.speculative import Documents, Generation, Speculator
@@ -98,13 +99,19 @@ class Simulator:
         """Serve all requests.
 
         Args:
-            tree: one to go on with, `new_tree` of a like simulator; None: an empty one.
+            tree: one to go on with, `new_tree` of a like simulator; None: an empty one. It knows documents by their
+                numbers, which mean the same in one `Requests` only, or in several over one list of documents: what
+                `Requests.of` numbers anew is found under other documents' numbers. Counts are of this run alone.
             progress: called with the number of requests answered, every thousand.
 
         Raises:
             ImportError: simpy is not installed.
+            ValueError: requests beyond what ``costs`` know, or another server's tree.
         """
-        return _Run(self, requests, tree or self.new_tree(), progress).result()
+        check_costs(self.costs, self.system, requests, self.system_tokens, self.max_batch)
+        tree = self.new_tree() if tree is None else tree
+        check_tree(tree, self.costs, self.system_tokens)
+        return _Run(self, requests, tree, progress).result()
 
 
 class _Run:
@@ -120,10 +127,11 @@ class _Run:
         self.server, self.requests, self.tree, self.progress = server, requests, tree, progress
         self.env = simpy.Environment()
         system, costs = server.system, server.costs
+        self.stages = requests.shown(len(costs.search_stage_s)) if system.speculate else None
+        self.before = self._tier_counts()
         self.controller = server.new_controller(tree)
         self.engine = SimulatedEngine(costs, tree, server.max_batch)
         self.books = SimulatedBooks(self.controller, self.engine, self.now, self._new_sequence, self._answered)
-        self.stages = requests.shown(len(costs.search_stage_s)) if system.speculate else None
         whole = costs.search_stage_s
         self.stage_s = whole if self.stages is not None else (math.fsum(whole),)
         self.documents = [Document(i, int(n)) for i, n in enumerate(requests.document_tokens.tolist())]
@@ -144,17 +152,24 @@ class _Run:
         for _ in range(self.server.search_threads or 0):
             self.env.process(self._searcher())
         self.env.process(self._model())
-        self.env.run()
+        try:
+            self.env.run()
+        finally:
+            self.controller.queue.close()
         stats = self.controller.speculator.stats
         counts: dict[str, float] = {
             "prefills": self.engine.num_prefills,
             "decode_steps": self.engine.num_steps,
             **{f"speculations_{name}": value for name, value in vars(stats).items()},
-            **{f"{tier.name}_evictions": tier.evictions for tier in self.tree.tiers},
-            **{f"{tier.name}_bytes_in": tier.bytes_in for tier in self.tree.tiers},
+            **{name: value - self.before[name] for name, value in self._tier_counts().items()},
             **{f"{name}_s": value for name, value in sorted(self.engine.seconds.items())},
         }
         return self.out.finished(counts, self.server.system_tokens, self.server.system.block_tokens or 1)
+
+    def _tier_counts(self) -> dict[str, int]:
+        """Of the tree, since it was made."""
+        names = ("evictions", "bytes_in")
+        return {f"{tier.name}_{name}": getattr(tier, name) for name in names for tier in self.tree.tiers}
 
     # -- processes ----------------------------------------------------------------------------------------------------
 

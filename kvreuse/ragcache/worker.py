@@ -57,8 +57,9 @@ class Worker(ABC):
         """End the thread behind its current iteration."""
         self.stopping = True
         self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=30)
+        thread = self._thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(timeout=30)
 
     def wake(self) -> None:
         """There is something to do."""
