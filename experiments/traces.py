@@ -66,7 +66,9 @@ def ragpulse(data_dir: str | os.PathLike[str] | None = None, view: RagPulseView 
         )
         rest = int(row["input_length"]) - sum(d.num_tokens for d in documents) - shared
         if rest < 1:
-            short.append(f"row {number} by time: {row['input_length']} tokens, {-rest} less than its parts have")
+            short.append(
+                f"row {number} by time ({row['input_length']} tokens, {int(row['input_length']) - rest} in its parts)"
+            )
             continue
         requests.append(
             Request(float(row["timestamp"]), documents, rest, max(1, int(row["output_length"])), (), number)

@@ -232,7 +232,7 @@ def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.n
         return found
 
     built = index_settings(search.index, len(vectors))
-    settings = repr((search.index, search.top_k, search.num_stages, built))
+    settings = repr((search.index, search.top_k, search.num_stages, *([built] if built else [])))
     return kept("found", [vectors.tobytes(), queries.tobytes(), settings], find)
 
 
