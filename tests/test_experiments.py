@@ -531,7 +531,7 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, capsys):
 def test_without_a_name_the_figures_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == len(EXPERIMENTS | TIMED | COUNTED) + 1
+    assert len(out.splitlines()) == len(EXPERIMENTS | TIMED | COUNTED) + 2  # check_simulator, all
     for name, experiment in (EXPERIMENTS | TIMED | COUNTED).items():
         line = next(line for line in out.splitlines() if f"python -m experiments.{name} " in line)
         assert all(part in line for part in (experiment.shows, experiment.section, experiment.cost))
