@@ -28,7 +28,18 @@ from experiments.ragcache.fig03 import FIG03 as RAGCACHE_FIG03
 from experiments.ragcache.fig04 import FIG04 as RAGCACHE_FIG04
 from experiments.ragcache.fig05 import FIG05 as RAGCACHE_FIG05
 from experiments.ragcache.fig06 import FIG06 as RAGCACHE_FIG06
+from experiments.ragcache.fig13 import FIG13 as RAGCACHE_FIG13
+from experiments.ragcache.fig14 import FIG14 as RAGCACHE_FIG14
+from experiments.ragcache.fig15 import FIG15 as RAGCACHE_FIG15
+from experiments.ragcache.fig16 import FIG16 as RAGCACHE_FIG16
+from experiments.ragcache.fig17 import FIG17 as RAGCACHE_FIG17
+from experiments.ragcache.fig18 import FIG18 as RAGCACHE_FIG18
+from experiments.ragcache.fig19 import FIG19 as RAGCACHE_FIG19
 from experiments.ragcache.frame import counted_app
+from experiments.ragcache.simulated import simulated_app
+from experiments.ragcache.tab02 import TAB02
+from experiments.ragcache.tab03 import TAB03
+from experiments.ragcache.tab04 import TAB04
 from experiments.reuse_gap import REUSE_GAP
 from experiments.selectors import SELECTORS
 from experiments.selectors_thin import SELECTORS_THIN
@@ -41,11 +52,17 @@ _TIMED = (FIG10, FIG14, PIPELINING, CONTROLLER, RAGCACHE_FIG02, RAGCACHE_FIG04)
 TIMED = {experiment.name: experiment for experiment in _TIMED}
 _COUNTED = (RAGCACHE_FIG03, RAGCACHE_FIG05, RAGCACHE_FIG06, REUSE_GAP)
 COUNTED = {experiment.name: experiment for experiment in _COUNTED}
+# RAGCache's figures 13 to 19; CacheBlend's of the same numbers have no "ragcache." before them.
+_OVER_RATE = (RAGCACHE_FIG13, RAGCACHE_FIG14, RAGCACHE_FIG15, RAGCACHE_FIG16)
+_SIMULATED = (*_OVER_RATE, RAGCACHE_FIG17, TAB02, RAGCACHE_FIG18, RAGCACHE_FIG19, TAB03, TAB04)
+SIMULATED = {experiment.name: experiment for experiment in _SIMULATED}
 
 
 def listing() -> str:
     """Every figure with what it shows, where in the paper it is, and what a run on the demo model takes."""
-    every = sorted((EXPERIMENTS | TIMED | COUNTED).items(), key=lambda item: (not item[0].startswith("fig"), item[0]))
+    every = sorted(
+        (EXPERIMENTS | TIMED | COUNTED | SIMULATED).items(), key=lambda item: (not item[0].startswith("fig"), item[0])
+    )
     rows = [(f"python -m experiments.{name}", experiment.about) for name, experiment in every]
     rows.append((f"python -m experiments.{CHECK_SIMULATOR.name}", CHECK_SIMULATOR.about))
     rows.append(("python -m experiments all", "all the others; options go to each (--smoke, --limit, ...)"))
@@ -60,7 +77,7 @@ def main(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     apps = {n: app_for(e) for n, e in EXPERIMENTS.items()} | {n: timed_app(e) for n, e in TIMED.items()}
-    apps |= {n: counted_app(e) for n, e in COUNTED.items()}
+    apps |= {n: counted_app(e) for n, e in COUNTED.items()} | {n: simulated_app(e) for n, e in SIMULATED.items()}
     apart = {CHECK_SIMULATOR.name: check_app()}  # too long for `all`
     if name != "all" and name not in apps | apart:
         print(f"error: there is no experiment {name!r}; these there are:\n{listing()}", file=sys.stderr)

@@ -76,7 +76,8 @@ def draw(tables: Sequence[Table], x: str, label: str) -> Figure:
     """
     groups = by_dataset(list(tables))
     figure, panels = new_figure(1, len(groups))
-    for axes, group in zip(panels[0], groups.values(), strict=True):
+    for axes, tables_of in zip(panels[0], groups.values(), strict=True):
+        group = sorted(tables_of, key=lambda t: float(t.header[x]))  # records may be given in any order
         xs = [t.header[x] for t in group]
         sizes = [t.header.get("batch_size", 1) for t in group]
         for name in ("FullRecompute", "PrefixCaching", "FullReuse"):

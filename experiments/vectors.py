@@ -37,7 +37,8 @@ class Search:
 
     ``index``: "flat" (exact), "ivf" (a quarter of about sqrt(n) clusters) or "hnsw". ``num_stages``: of the staged
     search; a flat one has one stage. ``embedder``: "demo" (all-MiniLM-L6-v2), "words" (`WordEmbedder`), a hub id or a
-    folder. ``stem``: search for the question without its choices (MMLU).
+    folder. ``stem``: search for the question without its choices (MMLU). ``probed``: share of an IVF index'
+    clusters that is searched, if not a quarter.
     """
 
     index: IndexName = "ivf"
@@ -45,6 +46,7 @@ class Search:
     num_stages: int = 4
     embedder: str = "demo"
     stem: bool = False
+    probed: float | None = None
 
     def __post_init__(self) -> None:
         if self.index not in get_args(IndexName):
@@ -52,6 +54,8 @@ class Search:
         for name in ("top_k", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.probed is not None and (self.index != "ivf" or not 0 < self.probed <= 1):
+            raise ValueError(f"probed={self.probed}: a share of the clusters of an IVF index, more than 0, at most 1")
 
 
 class WordEmbedder:
@@ -203,12 +207,13 @@ def embed(texts: Sequence[str], embedder: Embeds) -> np.ndarray:
     return np.concatenate([rows(texts[i : i + BLOCK]) for i in range(0, len(texts), BLOCK)])
 
 
-def index_settings(index: IndexName, count: int) -> dict[str, int]:
+def index_settings(search: Search, count: int) -> dict[str, int]:
     """What an index of ``count`` vectors is built and searched with, besides its stages."""
-    if index == "ivf":
+    if search.index == "ivf":
         clusters = max(1, round(count**0.5))
-        return {"num_clusters": clusters, "nprobe": max(1, clusters // 4), "seed": 0}
-    return {"links": 32, "ef_search": 128, "ef_construction": 128} if index == "hnsw" else {}
+        probed = clusters // 4 if search.probed is None else round(search.probed * count**0.5)
+        return {"num_clusters": clusters, "nprobe": max(1, probed), "seed": 0}
+    return {"links": 32, "ef_search": 128, "ef_construction": 128} if search.index == "hnsw" else {}
 
 
 def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.ndarray:
@@ -231,7 +236,7 @@ def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.n
                 found[number, stage, : len(rows)] = rows
         return found
 
-    built = index_settings(search.index, len(vectors))
+    built = index_settings(search, len(vectors))
     settings = repr((search.index, search.top_k, search.num_stages, *([built] if built else [])))
     return kept("found", [vectors.tobytes(), queries.tobytes(), settings], find)
 

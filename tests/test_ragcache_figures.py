@@ -11,7 +11,7 @@ from experiments.environment import command_line
 from experiments.fig14 import BLEND, FULL, PREFIX, fifo_waits, keeps_up, queue_frame
 from experiments.ragcache import skew
 from experiments.ragcache.fig02 import NEW_TOKENS, decode_seconds, lengths_of, quartiles
-from experiments.ragcache.frame import chosen_sets
+from experiments.ragcache.frame import chosen_sets, limit_of
 from experiments.results import read_results
 
 pytest.importorskip("faiss")
@@ -93,7 +93,7 @@ def test_what_takes_long_runs_by_name_only(monkeypatch, capsys):
     def app(experiment):
         return lambda rest, prog_name, obj: ran.append((experiment.name, obj))
 
-    for maker in ("app_for", "timed_app", "counted_app"):
+    for maker in ("app_for", "timed_app", "counted_app", "simulated_app"):
         monkeypatch.setattr(f"experiments.__main__.{maker}", app)
     assert main(["all"]) == 0
     assert "ragcache.check_simulator" not in [name for name, _ in ran]
@@ -136,6 +136,8 @@ def test_all_passes_over_the_sets_of_other_figures():
     assert chosen_sets(fig05, "musique", "small") == ("musique",)
     assert chosen_sets(fig05, "musique,samsum", "small", of_all=True) == ("musique",)
     assert chosen_sets(fig05, "samsum,mmlu", "small", of_all=True) == ("2wiki", "musique")
+    assert [limit_of(n, of_all=True) for n in (None, 0, 3)] == [None, None, 3]
+    assert limit_of(0, of_all=False) == 0
     with pytest.raises(ValueError, match="no question set 'nqq'"):
         chosen_sets(fig05, "musique,nqq", "small", of_all=True)
 

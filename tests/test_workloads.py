@@ -238,7 +238,7 @@ def test_lists_are_searched_anew_with_other_index_settings(index, monkeypatch):
     first = search_all(rows, rows, search)
     assert np.array_equal(search_all(rows, rows, search), first)
     before = set(folder.glob("found-*"))
-    settings = vectors.index_settings(index, 40)
+    settings = vectors.index_settings(search, 40)
     changed = {"seed": 1} if index == "ivf" else {"links": 8}
     monkeypatch.setattr(vectors, "index_settings", lambda *_: settings | changed)
     search_all(rows, rows, search)

@@ -1,6 +1,7 @@
-"""Figures that are counted, not timed: from workloads alone, without a model (its tokenizer counts tokens).
+"""Figures that are computed, not timed: from workloads alone, without a model (its tokenizer counts tokens).
 
-The same command line, records and pictures as the timed figures have.
+The same command line, records and pictures as the timed figures have. Those that simulate a server add to it in
+`simulated.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import kvreuse as kr
 from experiments.corpora import QUESTION_SETS, data_folder, question_sets, source_of
@@ -100,6 +101,10 @@ class CountedConfig:
         """Figure and model."""
         return file_stem(self.figure, self.model)
 
+    def about(self) -> dict[str, Any]:
+        """What the header says besides."""
+        return {"model": self.model}
+
     @property
     def file_name(self) -> str:
         """Readable, and different for every configuration."""
@@ -118,8 +123,11 @@ class CountedConfig:
         return self.traces and self.folder is not None and (self.folder / f"trace_{name}").is_dir()
 
 
+C = TypeVar("C", bound=CountedConfig)
+
+
 @dataclass(frozen=True)
-class CountedExperiment:
+class CountedExperiment(Generic[C]):
     """One figure: what it shows, what is counted, what its records say.
 
     ``count`` yields records with a ``case_id`` and a ``method``; ``tabulate`` makes a frame and notes of them, ``draw``
@@ -128,7 +136,7 @@ class CountedExperiment:
 
     name: str
     shows: str
-    count: Callable[[CountedConfig], Records]
+    count: Callable[[C], Records]
     tabulate: Callable[[Results], tuple[pd.DataFrame, str]]
     draw: Callable[[Results], Figure]
     section: str
@@ -149,7 +157,7 @@ def embedder_note(results: Results) -> str:
     return f"Embedder: {known.get(name, name)}."
 
 
-def run_counted(experiment: CountedExperiment, config: CountedConfig, folder: Path, force: bool = False) -> Path:
+def run_counted(experiment: CountedExperiment[C], config: C, folder: Path, force: bool = False) -> Path:
     """Count, unless the records are there. An interrupted run is begun anew."""
     path = folder / config.file_name
     if path.is_file() and not force:
@@ -170,7 +178,7 @@ def _header(config: CountedConfig) -> dict[str, Any]:
         "limit": config.limit,
         "seeds": config.seeds,
         "embedder": config.embedder,
-        "model": config.model,
+        **config.about(),
         "processor": processor(),
         "versions": versions(),
         "commit": COMMIT,
@@ -179,8 +187,18 @@ def _header(config: CountedConfig) -> dict[str, Any]:
     }
 
 
+def draw_or_run(experiment: CountedExperiment[C], config: C, out: Path, figures: Path, **how: Any) -> None:
+    """Table and picture, of ``records`` if given, else of what is in ``out``, counted first unless ``plot_only``."""
+    if not (how["plot_only"] or how["records"]):
+        run_counted(experiment, config, out, how["force"])
+    path = how["records"] or find_results(out / config.file_name)
+    if path is None:
+        raise FileNotFoundError(f"no results to draw: {out / config.file_name} is not there; run it first")
+    save_figure(experiment, read_results(path), how.get("stem", config.stem), figures)
+
+
 def chosen_sets(
-    experiment: CountedExperiment, named: str | None, data: str | None, of_all: bool = False
+    experiment: CountedExperiment[C], named: str | None, data: str | None, of_all: bool = False
 ) -> tuple[str, ...]:
     """The question sets of a run: those named, else the figure's own, or all, that are there.
 
@@ -198,7 +216,12 @@ def chosen_sets(
     return tuple(name for name in wanted if name in there) or there
 
 
-def counted_app(experiment: CountedExperiment) -> typer.Typer:
+def limit_of(limit: int | None, of_all: bool) -> int | None:
+    """As given; by `all`, where the figures that ask a model take 0 as "all questions", so does this one."""
+    return None if of_all and limit == 0 else limit
+
+
+def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
     """The command line of one figure."""
 
     def main(
@@ -222,23 +245,19 @@ def counted_app(experiment: CountedExperiment) -> typer.Typer:
     ) -> None:
         try:
             data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)
+            of_all = context.obj == "all"
             config = CountedConfig(
                 figure=experiment.name,
-                datasets=chosen_sets(experiment, dataset, data, of_all=context.obj == "all"),
+                datasets=chosen_sets(experiment, dataset, data, of_all),
                 model=model,
                 embedder=embedder or ("words" if smoke else "demo"),
-                limit=60 if limit is None and smoke else limit,
+                limit=limit_of(60 if limit is None and smoke else limit, of_all),
                 seeds=seeds if seeds is not None else 2 if smoke else experiment.seeds,
                 small=data == "small",
                 data_dir=None if data == "small" else data,
                 traces=not smoke,
             )
-            if not (plot_only or records):
-                run_counted(experiment, config, out, force)
-            path = records or find_results(out / config.file_name)
-            if path is None:
-                raise FileNotFoundError(f"no results to draw: {out / config.file_name} is not there; run it first")
-            save_figure(experiment, read_results(path), config.stem, figures)
+            draw_or_run(experiment, config, out, figures, plot_only=plot_only, records=records, force=force)
         except KeyboardInterrupt:
             sys.exit(130)
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:

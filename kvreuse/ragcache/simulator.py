@@ -85,6 +85,10 @@ class Simulator:
             max_nodes=self.max_nodes,
         )
 
+    def new_controller(self, tree: KnowledgeTree) -> Controller:
+        """What decides over that tree."""
+        return Controller(tree, Speculator(self.max_prefill_batch, self.system.speculate), self.system.window)
+
     def run(
         self,
         requests: Requests,
@@ -116,8 +120,7 @@ class _Run:
         self.server, self.requests, self.tree, self.progress = server, requests, tree, progress
         self.env = simpy.Environment()
         system, costs = server.system, server.costs
-        speculator = Speculator(server.max_prefill_batch, system.speculate)
-        self.controller = Controller(tree, speculator, system.window)
+        self.controller = server.new_controller(tree)
         self.engine = SimulatedEngine(costs, tree, server.max_batch)
         self.books = SimulatedBooks(self.controller, self.engine, self.now, self._new_sequence, self._answered)
         self.stages = requests.shown(len(costs.search_stage_s)) if system.speculate else None
