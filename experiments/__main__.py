@@ -22,6 +22,7 @@ from experiments.fig16 import FIG16
 from experiments.fig17 import FIG17
 from experiments.options import app_for
 from experiments.pipelining import PIPELINING
+from experiments.ragcache.check_simulator import CHECK_SIMULATOR, check_app
 from experiments.ragcache.fig02 import FIG02 as RAGCACHE_FIG02
 from experiments.ragcache.fig03 import FIG03 as RAGCACHE_FIG03
 from experiments.ragcache.fig04 import FIG04 as RAGCACHE_FIG04
@@ -63,7 +64,8 @@ def listing() -> str:
         (EXPERIMENTS | TIMED | COUNTED | SIMULATED).items(), key=lambda item: (not item[0].startswith("fig"), item[0])
     )
     rows = [(f"python -m experiments.{name}", experiment.about) for name, experiment in every]
-    rows.append(("python -m experiments all", "all of them; options go to each (--smoke, --limit, ...)"))
+    rows.append((f"python -m experiments.{CHECK_SIMULATOR.name}", CHECK_SIMULATOR.about))
+    rows.append(("python -m experiments all", "all the others; options go to each (--smoke, --limit, ...)"))
     width = max(len(command) for command, _ in rows)
     return "\n".join(f"  {command:{width}}  {about}" for command, about in rows)
 
@@ -76,13 +78,14 @@ def main(arguments: list[str]) -> int:
     name, *rest = arguments
     apps = {n: app_for(e) for n, e in EXPERIMENTS.items()} | {n: timed_app(e) for n, e in TIMED.items()}
     apps |= {n: counted_app(e) for n, e in COUNTED.items()} | {n: simulated_app(e) for n, e in SIMULATED.items()}
-    if name != "all" and name not in apps:
+    apart = {CHECK_SIMULATOR.name: check_app()}  # too long for `all`
+    if name != "all" and name not in apps | apart:
         print(f"error: there is no experiment {name!r}; these there are:\n{listing()}", file=sys.stderr)
         return 2
     status = 0
     for figure in apps if name == "all" else [name]:
         try:
-            apps[figure](rest, prog_name=f"python -m experiments.{figure}")
+            (apps | apart)[figure](rest, prog_name=f"python -m experiments.{figure}", obj=name)
         except SystemExit as ended:  # each command ends with its own status; the next one runs all the same
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)

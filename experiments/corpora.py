@@ -182,6 +182,9 @@ _SMALL_QUESTIONS: Mapping[str, Callable[[Path], list[Question]]] = {
 }
 
 
+QUESTION_SETS = tuple(dict.fromkeys((*_REAL_QUESTIONS, *_SMALL_QUESTIONS)))  # all that there can be
+
+
 def question_sets(data_dir: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
     """The question sets that there are: of the folder, or the small ones."""
     folder = data_folder(data_dir)

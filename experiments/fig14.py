@@ -8,7 +8,8 @@ python -m experiments.fig14 --model demo --threads 1
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,7 +17,7 @@ import kvreuse as kr
 from experiments.extended import extended_set
 from experiments.plotting import DATASET_TITLES, STYLES, band, legend_below, new_figure, tidy
 from experiments.ragcache.fig02 import machine
-from experiments.replay import INFINITE, Found, replay_chunks, replay_prefix
+from experiments.replay import Found, replay_chunks, replay_prefix
 from experiments.results import Results
 from experiments.service_times import BLEND, FULL, PREFIX, REUSE, measure_service, service_table
 from experiments.timed import Records, TimedConfig, TimedExperiment, prompt_of, timed_app
@@ -47,8 +48,8 @@ NOTES = (
     "first token before the server is free (K/V the cache did not have). Decoding is left out. Cache: LRU, its size a "
     "share of the tokens of all different chunks; prefix caching holds document sequences, the others chunks. The "
     "first sixth of the requests is left out. Keeps up: the highest simulated rate at which the mean TTFT stays below "
-    f"{WITHIN:g} x full recompute's service time. Means over {SEEDS} seeds (order of queries and chunks, arrivals) "
-    "with 95% bootstrap intervals."
+    f"{WITHIN:g} x full recompute's service time; >= and < where that rate lies beyond the simulated ones. "
+    f"Means over {SEEDS} seeds (order of queries and chunks, arrivals) with 95% bootstrap intervals."
 )
 
 
@@ -87,7 +88,7 @@ def cached_chunks(method: str, workload: Workload, capacity: int) -> np.ndarray:
     """How many chunks of every request are cached: leading ones (prefix caching), any (chunk reuse), none."""
     if method == FULL:
         return np.zeros(len(workload.requests), dtype=int)
-    found: Iterator[Found] = (replay_prefix if method == PREFIX else replay_chunks)(workload, min(capacity, INFINITE))
+    found: Iterator[Found] = (replay_prefix if method == PREFIX else replay_chunks)(workload, capacity)
     return np.array([sum(f.hits) for f in found])
 
 
@@ -146,7 +147,7 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
 
     rows = []
     for (dataset, share), group in queue_frame(results).groupby(["dataset", "share"], sort=False):
-        bounds = {kind: _keeps_up(part) for kind, part in group.groupby("kind", sort=False)}
+        bounds = {kind: keeps_up(part) for kind, part in group.groupby("kind", sort=False)}
         for kind, part in group.groupby("kind", sort=False):
             low = part.iloc[0]
             rows.append(
@@ -157,24 +158,43 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
                     "chunks cached": f"{low['cached_share']:.1%}",
                     "mean service to first token, s": low["service_s"],
                     "TTFT at the lowest rate, s": f"{low['ttft']:.3g} [{low['ttft_low']:.3g}, {low['ttft_high']:.3g}]",
-                    "keeps up to, requests/s": bounds[kind],
-                    "times prefix caching": bounds[kind] / bounds[PREFIX],
+                    "keeps up to, requests/s": str(bounds[kind]),
+                    "times prefix caching": "1" if kind == PREFIX else bounds[kind].over(bounds[PREFIX]),
                 }
             )
     return pd.DataFrame(rows), NOTES
 
 
-def _keeps_up(part: pd.DataFrame) -> float:
+@dataclass(frozen=True)
+class Bound:
+    """A rate that is known exactly, or only to be at least (">=") or below ("<") a simulated one."""
+
+    rate: float
+    sign: Literal["", ">=", "<"] = ""
+
+    def over(self, other: Bound) -> str:
+        """The quotient as far as it is known; "-" where it can be anything."""
+        turned = {"": "", ">=": "<=", "<": ">"}[other.sign]  # of 1 / other
+        signs = {self.sign, turned} - {""}
+        if {s[0] for s in signs} == {"<", ">"}:
+            return "-"
+        return f"{min(signs, key=len, default='')} {self.rate / other.rate:.3g}".strip()  # one strict: strict
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.rate:.3g}".strip()
+
+
+def keeps_up(part: pd.DataFrame) -> Bound:
     """The highest rate before the mean TTFT first passes the bound, between simulated rates on a line."""
     bound = WITHIN * part["full_s"].iloc[0]
     rates, times = part["rate"].tolist(), part["ttft"].tolist()
     for place, seconds in enumerate(times):
         if seconds > bound:
             if place == 0:
-                return float("nan")
+                return Bound(float(rates[0]), "<")
             part_way = (bound - times[place - 1]) / (seconds - times[place - 1])
-            return float(rates[place - 1] + part_way * (rates[place] - rates[place - 1]))
-    return float(rates[-1])
+            return Bound(float(rates[place - 1] + part_way * (rates[place] - rates[place - 1])))
+    return Bound(float(rates[-1]), ">=")
 
 
 def draw(results: Results) -> Figure:

@@ -44,7 +44,7 @@ def ragpulse(data_dir: str | os.PathLike[str] | None = None, view: RagPulseView 
 
     Raises:
         FileNotFoundError: the trace is not there.
-        ValueError: a hash id has no length, or the view is unknown.
+        ValueError: a hash id has no length, a row's input is shorter than its parts, or the view is unknown.
     """
     if view not in get_args(RagPulseView):
         raise ValueError(f"view={view!r}: choose one of {', '.join(get_args(RagPulseView))}")
@@ -52,8 +52,11 @@ def ragpulse(data_dir: str | os.PathLike[str] | None = None, view: RagPulseView 
     place = required("the RAGPulse trace", folder, _RAGPULSE)
     lengths = {part: _lengths(place / name) for part, name in _PARTS.items()}
     rows = sorted(read_records(place / "0_trace.jsonl"), key=lambda row: float(row["timestamp"]))
-    shared = max((n for row in rows for n in _tokens(row, "sys_prompt", lengths)[:1]), default=0)
-    requests = []
+    # As much of the first block as all requests have, so that no request's parts exceed its input.
+    shared = 0
+    if view == "passages":
+        shared = min((sum(_tokens(row, "sys_prompt", lengths)[:1]) for row in rows), default=0)
+    requests, short = [], []
     for number, row in enumerate(rows):
         parts = _CONTEXT if view == "prompt" else ("passages_ids",)
         documents = tuple(
@@ -61,12 +64,22 @@ def ragpulse(data_dir: str | os.PathLike[str] | None = None, view: RagPulseView 
             for part in parts
             for id_, tokens in zip(row["hash_ids"][part], _tokens(row, part, lengths), strict=True)
         )
-        rest = int(row["input_length"]) - sum(d.num_tokens for d in documents) - (shared if view == "passages" else 0)
+        rest = int(row["input_length"]) - sum(d.num_tokens for d in documents) - shared
+        if rest < 1:
+            short.append(
+                f"row {number} by time ({row['input_length']} tokens, {int(row['input_length']) - rest} in its parts)"
+            )
+            continue
         requests.append(
-            Request(float(row["timestamp"]), documents, max(1, rest), max(1, int(row["output_length"])), (), number)
+            Request(float(row["timestamp"]), documents, rest, max(1, int(row["output_length"])), (), number)
+        )
+    if short:
+        raise ValueError(
+            f"{len(short)} of {len(rows)} rows of {place / '0_trace.jsonl'} leave nothing for the question, the first "
+            f"is {short[0]}: take the trace and its lengths from the same release"
         )
     name = "RAGPulse, whole prompts" if view == "prompt" else "RAGPulse, passages"
-    return Workload(name, source_of(folder), tuple(requests), shared if view == "passages" else 0)
+    return Workload(name, source_of(folder), tuple(requests), shared)
 
 
 def ragpulse_passages(data_dir: str | os.PathLike[str] | None = None) -> dict[int, int]:
@@ -94,7 +107,8 @@ def mooncake(data_dir: str | os.PathLike[str] | None = None) -> Workload:
     """Mooncake's conversation trace: 12,031 requests in an hour, a document per full block of 512 tokens.
 
     A block's id is chained: it names the block *and all before it*. So ids that match at all match as a prefix, and
-    reuse at any other place cannot be seen in this trace. The last, partial block is the question.
+    reuse at any other place cannot be seen in this trace. What follows the last full block that has an id is the
+    question: the partial block as a rule.
 
     Raises:
         FileNotFoundError: the trace is not there.
@@ -105,7 +119,7 @@ def mooncake(data_dir: str | os.PathLike[str] | None = None) -> Workload:
     for number, row in enumerate(sorted(read_records(path), key=lambda row: row["timestamp"])):
         blocks = (int(row["input_length"]) - 1) // MOONCAKE_BLOCK_TOKENS  # the last token is never matched
         documents = tuple(kr.Document(id_, MOONCAKE_BLOCK_TOKENS) for id_ in row["hash_ids"][:blocks])
-        rest = int(row["input_length"]) - MOONCAKE_BLOCK_TOKENS * blocks
+        rest = int(row["input_length"]) - MOONCAKE_BLOCK_TOKENS * len(documents)
         requests.append(
             Request(row["timestamp"] / 1000, documents, rest, max(1, int(row["output_length"])), (), number)
         )

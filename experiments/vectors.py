@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
@@ -85,6 +86,11 @@ class WordEmbedder:
                 values[row, place % self.dim] += sign * (1 + math.log(count))
         return torch.nn.functional.normalize(rows)
 
+    @property
+    def content(self) -> str:
+        """Change it whenever `encode` gives other numbers: it is part of the key of what is kept."""
+        return ""
+
     def __repr__(self) -> str:
         return f"WordEmbedder({self.dim})"
 
@@ -109,6 +115,11 @@ class _Lazy:
     def encode(self, texts: Sequence[str], progress: bool = False) -> torch.Tensor:
         return _sentence_embedder(self._name).encode(texts, progress)
 
+    @property
+    def content(self) -> str:
+        """Of a folder its files, of a hub id its revision; the demo embedder's name has its version already."""
+        return "" if self._name == "demo" else _weights(self._name)
+
     def __repr__(self) -> str:
         named = demo._EMBEDDER.requirement if self._name == "demo" else self._name
         return f"Embedder({named!r})"
@@ -119,6 +130,31 @@ def _sentence_embedder(name: str) -> Embeds:
     from kvreuse.retrieval import Embedder
 
     return Embedder(name, device="cpu")
+
+
+def _weights(name: str) -> str:
+    """What tells a model's weights from others of the same name: names, sizes and times of files, or a revision."""
+    folder = Path(name)
+    if folder.is_dir():
+        files = sorted((p.relative_to(folder).as_posix(), p.stat()) for p in folder.rglob("*") if p.is_file())
+        listed = json.dumps([(path, stat.st_size, stat.st_mtime_ns) for path, stat in files])
+        return hashlib.sha256(listed.encode()).hexdigest()
+    revision = _revision(name)
+    if revision is None:
+        _sentence_embedder(name)  # fetched here, so that the key is the same the next time
+        revision = _revision(name)
+    return revision or ""
+
+
+def _revision(name: str) -> str | None:
+    """The commit of a hub model that is in Hugging Face's cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for repository in (name, f"sentence-transformers/{name}"):  # short names are theirs
+        found = try_to_load_from_cache(repository, "config.json")
+        if isinstance(found, str):
+            return Path(found).parent.name  # .../snapshots/<commit>/config.json
+    return None
 
 
 class Counts(Protocol):
@@ -162,10 +198,22 @@ def embed(texts: Sequence[str], embedder: Embeds) -> np.ndarray:
     """Embeddings [n, dim] of texts, kept in blocks: what is stopped goes on, and more texts cost only the new ones."""
     import numpy as np
 
+    content = getattr(embedder, "content", "")
+    key = [repr(embedder), *([content] if content else [])]
+
     def rows(block: Sequence[str]) -> np.ndarray:
-        return kept("vectors", [repr(embedder), json.dumps(list(block))], lambda: embedder.encode(block, True).numpy())
+        return kept("vectors", [*key, json.dumps(list(block))], lambda: embedder.encode(block, True).numpy())
 
     return np.concatenate([rows(texts[i : i + BLOCK]) for i in range(0, len(texts), BLOCK)])
+
+
+def index_settings(search: Search, count: int) -> dict[str, int]:
+    """What an index of ``count`` vectors is built and searched with, besides its stages."""
+    if search.index == "ivf":
+        clusters = max(1, round(count**0.5))
+        probed = clusters // 4 if search.probed is None else round(search.probed * count**0.5)
+        return {"num_clusters": clusters, "nprobe": max(1, probed), "seed": 0}
+    return {"links": 32, "ef_search": 128, "ef_construction": 128} if search.index == "hnsw" else {}
 
 
 def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.ndarray:
@@ -181,15 +229,15 @@ def search_all(vectors: np.ndarray, queries: np.ndarray, search: Search) -> np.n
             flat.add(np.ascontiguousarray(vectors, dtype=np.float32))
             return flat.search(np.ascontiguousarray(queries, dtype=np.float32), k)[1][:, None, :].astype(np.int32)
         staged: type[StagedIndex] = IVFStages if search.index == "ivf" else HNSWStages
-        more = {} if search.probed is None else {"nprobe": max(1, round(search.probed * len(vectors) ** 0.5))}
-        index = staged(vectors, num_stages=search.num_stages, **more)  # type: ignore[call-arg]
+        index = staged(vectors, num_stages=search.num_stages, **built)  # type: ignore[call-arg]
         found = np.full((len(queries), index.num_stages, k), -1, dtype=np.int32)
         for number, query in enumerate(queries):
             for stage, rows in enumerate(index.stages(query, k)):
                 found[number, stage, : len(rows)] = rows
         return found
 
-    settings = repr((search.index, search.top_k, search.num_stages, *([search.probed] if search.probed else [])))
+    built = index_settings(search, len(vectors))
+    settings = repr((search.index, search.top_k, search.num_stages, *([built] if built else [])))
     return kept("found", [vectors.tobytes(), queries.tobytes(), settings], find)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tiny import WORDS, word_model
 
 import kvreuse as kr
-from experiments.__main__ import COUNTED, EXPERIMENTS, TIMED, main
+from experiments.__main__ import COUNTED, EXPERIMENTS, SIMULATED, TIMED, main
 from experiments.contexts import make_chunker, resolve_context
 from experiments.datasets import TASKS, Case, Dataset, Document
 from experiments.measure import gold_ids, method_names
@@ -416,6 +416,7 @@ def smoke(tmp_path_factory, model_folder):
         )
         patch.setattr("experiments.__main__.TIMED", TIMED_HERE)
         patch.setattr("experiments.__main__.COUNTED", {})
+        patch.setattr("experiments.__main__.SIMULATED", {})
         assert main(["all", *arguments]) == 0
     return arguments, folder
 
@@ -531,8 +532,8 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, capsys):
 def test_without_a_name_the_figures_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == len(EXPERIMENTS | TIMED | COUNTED) + 1
-    for name, experiment in (EXPERIMENTS | TIMED | COUNTED).items():
+    assert len(out.splitlines()) == len(EXPERIMENTS | TIMED | COUNTED | SIMULATED) + 2  # check_simulator, all
+    for name, experiment in (EXPERIMENTS | TIMED | COUNTED | SIMULATED).items():
         line = next(line for line in out.splitlines() if f"python -m experiments.{name} " in line)
         assert all(part in line for part in (experiment.shows, experiment.section, experiment.cost))
         assert all((experiment.shows, experiment.section, experiment.cost))

@@ -1,17 +1,17 @@
 """RAGCache's counted and timed figures, the reuse gap, CacheBlend's figure 14: on the small sets and a tiny model."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
-from tiny import word_model
+from tiny import VOCAB, rag_prompt, word_model
 
+import kvreuse as kr
 from experiments.__main__ import COUNTED, TIMED, listing, main
 from experiments.environment import command_line
-from experiments.fig14 import BLEND, FULL, PREFIX, fifo_waits, queue_frame
+from experiments.fig14 import BLEND, FULL, PREFIX, fifo_waits, keeps_up, queue_frame
 from experiments.ragcache import skew
-from experiments.ragcache.fig02 import lengths_of, quartiles
+from experiments.ragcache.fig02 import NEW_TOKENS, decode_seconds, lengths_of, quartiles
+from experiments.ragcache.frame import chosen_sets, limit_of
 from experiments.results import read_results
 
 pytest.importorskip("faiss")
@@ -84,19 +84,62 @@ def test_they_are_listed_with_section_and_cost():
         line = lines[f"python -m experiments.{figure}"]
         assert "RAGCache 3" in line or "CacheBlend" in line
         assert (COUNTED | TIMED)[figure].cost in line
+    assert "25 minutes, not in `all`" in lines["python -m experiments.ragcache.check_simulator"]
+
+
+def test_what_takes_long_runs_by_name_only(monkeypatch, capsys):
+    ran = []
+
+    def app(experiment):
+        return lambda rest, prog_name, obj: ran.append((experiment.name, obj))
+
+    for maker in ("app_for", "timed_app", "counted_app", "simulated_app"):
+        monkeypatch.setattr(f"experiments.__main__.{maker}", app)
+    assert main(["all"]) == 0
+    assert "ragcache.check_simulator" not in [name for name, _ in ran]
+    assert {"fig14", "ragcache.fig05"} <= {name for name, _ in ran}
+    assert {obj for _, obj in ran} == {"all"}
+    assert main(["ragcache.check_simulator", "--help"]) == 0
+    assert "simulator's TTFT" in capsys.readouterr().out
 
 
 def test_records_hold_counts_and_no_texts(smoke):
+    labels = {"case_id", "method", "kind", "panel"}
+    counts = {"count", "mean", "corpus", "requests", "share", "seed", "distinct_tokens", "input_tokens"}
+    counts |= {"document_tokens", "prefix_tokens", "other_tokens", "computed_tokens"}
     for figure in COUNTED:
         for record in records(smoke, figure).records:
-            assert not any(isinstance(v, str) and " is " in v for v in record.values())
-            assert len(json.dumps(record)) < 2_000
+            assert all(isinstance(record[name], str) and len(record[name]) < 40 for name in labels & set(record))
+            of_counts = record.pop("documents_by_accesses", {})  # accesses, as JSON has keys, and documents
+            numbers = [*map(int, of_counts), *of_counts.values(), *record.pop("percentiles", [])]
+            numbers += [record[name] for name in counts & set(record)]
+            assert all(n is None or type(n) in (int, float) for n in numbers)
+            assert set(record) <= labels | counts
 
 
 def test_wrong_settings_end_in_one_line(smoke, capsys):
     arguments, _ = smoke
     assert main(["ragcache.fig05", "--limit", "-1", *arguments[1:]]) == 1
     assert "limit=-1: must be at least 1" in capsys.readouterr().err
+    for option in ("limit", "seeds"):
+        assert main(["ragcache.fig05", f"--{option}", "0", *arguments]) == 1
+        assert f"{option}=0: must be at least 1" in capsys.readouterr().err
+    for named, wrong in (("musique,nqq", "nqq"), ("typo", "typo"), ("samsum", "samsum"), ("", "")):
+        assert main(["ragcache.fig05", "--dataset", named, *arguments]) == 1
+        error = capsys.readouterr().err
+        assert f"ragcache.fig05 has no question set '{wrong}': choose some of 2wiki,musique" in error
+
+
+def test_all_passes_over_the_sets_of_other_figures():
+    fig05 = COUNTED["ragcache.fig05"]
+    assert chosen_sets(fig05, None, "small") == ("2wiki",)
+    assert chosen_sets(fig05, "musique", "small") == ("musique",)
+    assert chosen_sets(fig05, "musique,samsum", "small", of_all=True) == ("musique",)
+    assert chosen_sets(fig05, "samsum,mmlu", "small", of_all=True) == ("2wiki", "musique")
+    assert [limit_of(n, of_all=True) for n in (None, 0, 3)] == [None, None, 3]
+    assert limit_of(0, of_all=False) == 0
+    with pytest.raises(ValueError, match="no question set 'nqq'"):
+        chosen_sets(fig05, "musique,nqq", "small", of_all=True)
 
 
 def test_commands_of_packages_are_named_as_typed(monkeypatch):
@@ -164,6 +207,20 @@ def test_lengths_and_quartiles():
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
 
 
+def test_figure_2_decodes_all_its_steps_past_an_end_token():
+    model = word_model()
+    result = kr.FullRecompute().prefill(model, rag_prompt(), kr.KVStore())
+    model.hf.generation_config.eos_token_id = list(range(VOCAB))
+    assert model.generate(result, NEW_TOKENS + 1).token_ids == []
+    fed = []
+    hook = model.hf.register_forward_pre_hook(
+        lambda _, given, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert decode_seconds(model, result) > 0
+    hook.remove()
+    assert fed == [1] * NEW_TOKENS
+
+
 def test_figure_4_times_every_kind_at_every_length(smoke):
     frame = pd.DataFrame(records(smoke, "ragcache.fig04").records)
     assert frame.groupby("prefix_tokens")["kind"].nunique().eq(4).all()
@@ -171,6 +228,19 @@ def test_figure_4_times_every_kind_at_every_length(smoke):
 
 
 # -- CacheBlend, figure 14 ------------------------------------------------------------------------------------------
+
+
+def test_a_rate_beyond_the_simulated_ones_is_a_bound():
+    def part(*ttft):
+        return pd.DataFrame({"rate": [1.0, 2.0, 4.0], "ttft": ttft, "full_s": 1.0})
+
+    between, never, always = keeps_up(part(1.0, 1.5, 2.5)), keeps_up(part(1.0, 1.2, 1.9)), keeps_up(part(3.0, 4.0, 5.0))
+    assert (str(between), str(never), str(always)) == ("3", ">= 4", "< 1")
+    assert between.over(between) == "1"
+    assert (never.over(between), always.over(between)) == (">= 1.33", "< 0.333")
+    assert (between.over(never), between.over(always)) == ("<= 0.75", "> 3")
+    assert (never.over(always), always.over(never)) == ("> 4", "< 0.25")
+    assert (never.over(never), always.over(always)) == ("-", "-")
 
 
 @pytest.mark.parametrize("seed", range(5))

