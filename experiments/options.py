@@ -163,6 +163,11 @@ def fail(error: Exception) -> NoReturn:
 
 def app_for(experiment: Experiment) -> typer.Typer:
     """One figure's command line."""
+    return one_command(command(experiment), experiment.about)
+
+
+def one_command(main: Callable[..., None], about: str) -> typer.Typer:
+    """The command line of one function; ``about`` is its help."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=experiment.about)(command(experiment))
+    app.command(help=about)(main)
     return app

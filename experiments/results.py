@@ -39,6 +39,14 @@ def find_results(path: Path) -> Path | None:
     return next((p for p in (path, partial_path(path)) if p.is_file()), None)
 
 
+def results_to_draw(path: Path) -> Path:
+    """As `find_results`; raises FileNotFoundError where there is neither."""
+    found = find_results(path)
+    if found is None:
+        raise FileNotFoundError(f"no results to draw: {path} is not there; run it first")
+    return found
+
+
 def read_results(path: Path) -> Results:
     """Header and records of a results file or a partial one. A last line that was cut off is left out.
 

@@ -16,8 +16,8 @@ import kvreuse as kr
 from experiments.datasets import load_dataset
 from experiments.environment import origin
 from experiments.models import model_named
-from experiments.options import HERE, fail
-from experiments.results import RecordWriter, Results, find_results, read_results
+from experiments.options import HERE, fail, one_command
+from experiments.results import RecordWriter, Results, read_results, results_to_draw
 from experiments.runner import say
 
 try:
@@ -229,16 +229,11 @@ def timed_app(experiment: TimedExperiment) -> typer.Typer:
                 except KeyboardInterrupt:
                     stopped = True
                     say("stopped: the whole rounds are kept")
-            path = records or find_results(out / config.file_name)
-            if path is None:
-                raise FileNotFoundError(f"no results to draw: {out / config.file_name} is not there; run it first")
+            path = records or results_to_draw(out / config.file_name)
             save_figure(experiment, read_results(path), config.stem, figures)
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
             fail(error)
         if stopped:
             sys.exit(130)
 
-    main.__doc__ = experiment.about
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=experiment.about)(main)
-    return app
+    return one_command(main, experiment.about)

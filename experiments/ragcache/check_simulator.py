@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import kvreuse as kr
 from experiments.environment import origin
-from experiments.options import HERE, fail
+from experiments.options import HERE, fail, one_command
 from experiments.ragcache.check_report import RUNS, draw, tabulate
 from experiments.ragcache.check_run import POLICIES, Check, CheckConfig
-from experiments.results import RecordWriter, Results, find_results, read_results
+from experiments.results import RecordWriter, Results, read_results, results_to_draw
 from experiments.runner import say
 from experiments.timed import file_stem, save_figure
 from kvreuse.ragcache.cost_models import MeasuredCosts
@@ -121,19 +121,14 @@ def check_app() -> typer.Typer:
                 except KeyboardInterrupt:
                     stopped = True
                     say("stopped: whole cells are kept, the next run goes on behind them")
-            path = records or find_results(out / file_name(config))
-            if path is None:
-                raise FileNotFoundError(f"no results to draw: {out / file_name(config)} is not there; run it first")
+            path = records or results_to_draw(out / file_name(config))
             save_figure(CHECK_SIMULATOR, read_results(path), file_stem(NAME, config.model), figures)
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
             fail(error)
         if stopped:
             sys.exit(130)
 
-    main.__doc__ = CHECK_SIMULATOR.about
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=CHECK_SIMULATOR.about)(main)
-    return app
+    return one_command(main, CHECK_SIMULATOR.about)
 
 
 def _config(

@@ -18,8 +18,8 @@ import kvreuse as kr
 from experiments.corpora import QUESTION_SETS, data_folder, question_sets, source_of
 from experiments.datasets import DATASET_NAMES
 from experiments.environment import COMMIT, command_line, processor, versions
-from experiments.options import HERE, fail
-from experiments.results import RecordWriter, Results, find_results, read_results
+from experiments.options import HERE, fail, one_command
+from experiments.results import RecordWriter, Results, read_results, results_to_draw
 from experiments.runner import say
 from experiments.timed import Records, file_stem, save_figure
 from experiments.vectors import Search, Tokenizer
@@ -191,9 +191,7 @@ def draw_or_run(experiment: CountedExperiment[C], config: C, out: Path, figures:
     """Table and picture, of ``records`` if given, else of what is in ``out``, counted first unless ``plot_only``."""
     if not (how["plot_only"] or how["records"]):
         run_counted(experiment, config, out, how["force"])
-    path = how["records"] or find_results(out / config.file_name)
-    if path is None:
-        raise FileNotFoundError(f"no results to draw: {out / config.file_name} is not there; run it first")
+    path = how["records"] or results_to_draw(out / config.file_name)
     save_figure(experiment, read_results(path), how.get("stem", config.stem), figures)
 
 
@@ -263,7 +261,4 @@ def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
             fail(error)
 
-    main.__doc__ = experiment.about
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=experiment.about)(main)
-    return app
+    return one_command(main, experiment.about)

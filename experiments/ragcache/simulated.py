@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import kvreuse as kr
-from experiments.options import HERE, fail
+from experiments.options import HERE, fail, one_command
 from experiments.ragcache.frame import CountedConfig, CountedExperiment, chosen_sets, draw_or_run, limit_of
 from experiments.ragcache.scales import SCALE_NAMES, Scale, scales_named
 from experiments.timed import file_stem
@@ -132,7 +132,4 @@ def simulated_app(experiment: SimulatedExperiment) -> typer.Typer:
         except (ValueError, OSError, ImportError, kr.KVReuseError) as error:
             fail(error)
 
-    main.__doc__ = experiment.about
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=experiment.about)(main)
-    return app
+    return one_command(main, experiment.about)
