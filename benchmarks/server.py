@@ -14,13 +14,10 @@ which is what shows whether memory stays flat; with ``--embedder words`` no embe
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import random
 import threading
 import time
-import zlib
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -29,14 +26,14 @@ import torch
 
 import kvreuse as kr
 from benchmarks.memory import MemorySampler, resident_mib, trim
-from benchmarks.wiki import load_questions, load_wiki, wiki_texts
+from benchmarks.wiki import load_questions, wiki_texts
+from experiments.vectors import embed, embedder_named
 from kvreuse.ragcache.corpus import Corpus, Retriever
 from kvreuse.ragcache.index import IVFStages
 from kvreuse.ragcache.kv import TreeCache
 from kvreuse.ragcache.profiler import CostProfiler
 from kvreuse.ragcache.server import RagServer
 from kvreuse.ragcache.serving_types import ServedAnswer, ServerOptions
-from kvreuse.retrieval import Embedder, Embeds
 
 
 def cut(model: kr.ReuseModel, text: str, num_tokens: int) -> str:
@@ -61,20 +58,6 @@ def tiny_model() -> kr.ReuseModel:
         eos_token_id=tokenizer.eos_token_id,
     )
     return kr.ReuseModel(AutoModelForCausalLM.from_config(config).eval(), tokenizer, name="tiny")
-
-
-class HashedWords:
-    """Embeds a text as the sum of its words' random vectors: microseconds a question, shared words are near."""
-
-    def encode(self, texts: Sequence[str], progress: bool = False) -> torch.Tensor:
-        """Rows [len(texts), 64] of length 1."""
-        rows = torch.stack([sum((self._word(w) for w in t.lower().split()), torch.zeros(64)) for t in texts])
-        return torch.nn.functional.normalize(rows)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=50_000)
-    def _word(word: str) -> torch.Tensor:
-        return torch.randn(64, generator=torch.Generator().manual_seed(zlib.crc32(word.encode())))
 
 
 def drawn(pool: list[str], count: int, skew: float, seed: int) -> list[str]:
@@ -180,10 +163,8 @@ def main() -> None:
     texts, pool = wiki_texts(), load_questions(args.pool or args.questions)
     questions = drawn(pool, args.questions, args.skew, seed=0) if args.pool else pool
     corpus = Corpus(model, [cut(model, t, args.doc_tokens) for t in texts], system="Answer from the passages.")
-    words = args.embedder == "words"
-    embedder: Embeds = HashedWords() if words else Embedder(args.embedder)
-    vectors = embedder.encode(texts).numpy() if words else np.asarray(load_wiki().vectors)
-    retriever = Retriever(embedder, IVFStages(vectors, num_stages=4), args.top_k)
+    embedder = embedder_named(args.embedder)
+    retriever = Retriever(embedder, IVFStages(embed(texts, embedder), num_stages=4), args.top_k)
     cost = CostProfiler.measure(model, (0, 32, 96, 160), (16, 64, 128, 192), repeats=2)
     cache = TreeCache(model, corpus.prefix, args.gpu, args.host, cost=cost)
     options = ServerOptions(

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.staged_search [--queries 1000] [--top-k 2] [--stages 8]
 
-6,119 passages, embedded once by the demo embedder (kept in ``~/.cache/kvreuse/embeddings``), searched for real
+6,119 passages, embedded once by the demo embedder (kept in the user's cache), searched for real
 questions: 2WikiMultihopQA's, then Natural Questions'. An IVF index (cluster slices), an HNSW index (restarts with
 doubled efSearch). Rounds of both searches are interleaved; times are medians over queries, ratios are within one run.
 """
@@ -18,7 +18,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.wiki import load_questions, load_wiki
+from benchmarks.wiki import load_questions, wiki_texts
+from experiments.vectors import embed, embedder_named
 from kvreuse.ragcache.index import HNSWStages, IVFStages, StagedIndex
 
 
@@ -71,11 +72,10 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--stages", type=int, default=8)
     args = parser.parse_args()
-    wiki = load_wiki()
-    questions = load_questions(args.queries)
-    queries = wiki.embed(questions, "questions")
-    exact = [set(row) for row in _exact(wiki.vectors, queries, args.top_k)]
-    for index in (IVFStages(wiki.vectors, num_stages=args.stages), HNSWStages(wiki.vectors, num_stages=args.stages)):
+    embedder = embedder_named("demo")
+    vectors, queries = embed(wiki_texts(), embedder), embed(load_questions(args.queries), embedder)
+    exact = [set(row) for row in _exact(vectors, queries, args.top_k)]
+    for index in (IVFStages(vectors, num_stages=args.stages), HNSWStages(vectors, num_stages=args.stages)):
         index.search(queries[0], args.top_k)
         result = measure(index, queries, args.top_k)
         hits = sum(len(exact[i] & set(index.search(q, args.top_k))) for i, q in enumerate(queries))
