@@ -22,6 +22,20 @@ except ImportError:
 
 HERE = Path(__file__).resolve().parent
 
+# Options that mean the same on every figure's command line.
+DataDir = Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")]
+Device = Annotated[str | None, typer.Option(help="cuda, cpu, ... [a GPU if there is one]")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16")]
+Threads = Annotated[int | None, typer.Option(help="threads of PyTorch on the CPU")]
+RecordsFile = Annotated[Path | None, typer.Option(help="draw this file; run nothing")]
+PlotOnly = Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")]
+Force = Annotated[bool, typer.Option("--force", help="run again even what is complete")]
+Out = Annotated[Path, typer.Option(help="folder of the raw records")]
+Figures = Annotated[Path, typer.Option(help="folder of tables and pictures")]
+# For `all`, which hands every figure the same options: this figure has nothing that they could change.
+IgnoredText = Annotated[str | None, typer.Option(hidden=True)]
+IgnoredNumber = Annotated[int | None, typer.Option(hidden=True)]
+
 
 def run_experiment(
     experiment: Experiment,
@@ -103,11 +117,11 @@ def command(experiment: Experiment) -> Callable[..., None]:
         model: Annotated[str | None, typer.Option(help="demo, a hub id or a folder [demo]")] = None,
         dataset: Annotated[str | None, typer.Option(help=f"some of {','.join(DATASET_NAMES)}")] = None,
         limit: Annotated[int | None, typer.Option(help="cases per dataset [20]; 0 takes all")] = None,
-        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
-        device: Annotated[str | None, typer.Option(help="cuda, cpu, ... [a GPU if there is one]")] = None,
-        dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
+        data_dir: DataDir = None,
+        device: Device = None,
+        dtype: Dtype = None,
         quantization: Annotated[str | None, typer.Option(help="8bit or 4bit, with bitsandbytes")] = None,
-        threads: Annotated[int | None, typer.Option(help="threads of PyTorch on the CPU")] = None,
+        threads: Threads = None,
         context: Annotated[str | None, typer.Option(help="auto, paragraphs or retrieve [auto]")] = None,
         num_chunks: Annotated[int | None, typer.Option(help="chunks of a prompt [6]")] = None,
         chunk_tokens: Annotated[int | None, typer.Option(help="most tokens of a cut piece [512]")] = None,
@@ -117,11 +131,11 @@ def command(experiment: Experiment) -> Callable[..., None]:
         preset: Annotated[str, typer.Option(help=f"defaults of the above: {', '.join(PRESETS)}")] = "default",
         smoke: Annotated[bool, typer.Option("--smoke", help="everything on one short case, in seconds")] = False,
         records: Annotated[list[Path] | None, typer.Option(help="draw these files; run nothing")] = None,
-        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
-        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
+        plot_only: PlotOnly = False,
+        force: Force = False,
         paper: Annotated[bool, typer.Option("--paper", help="add the paper's own values")] = False,
-        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
-        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+        out: Out = HERE / "results",
+        figures: Figures = HERE / "figures",
     ) -> None:
         given = {
             "data_dir": None if data_dir is None else str(data_dir),

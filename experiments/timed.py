@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import torch
 
 import kvreuse as kr
+from experiments import options
 from experiments.datasets import load_dataset
 from experiments.environment import origin
 from experiments.models import model_named
@@ -193,20 +194,20 @@ def timed_app(experiment: TimedExperiment) -> typer.Typer:
     def main(
         model: Annotated[str, typer.Option(help="demo, a hub id or a folder")] = "demo",
         dataset: Annotated[str, typer.Option(help="where the chunks' text comes from")] = "musique",
-        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
-        device: Annotated[str | None, typer.Option(help="cuda, cpu, ... [a GPU if there is one]")] = None,
-        dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
-        threads: Annotated[int | None, typer.Option(help="threads of PyTorch on the CPU")] = None,
+        data_dir: options.DataDir = None,
+        device: options.Device = None,
+        dtype: options.Dtype = None,
+        threads: options.Threads = None,
         num_chunks: Annotated[int | None, typer.Option(help="chunks of the prompt [6]")] = None,
         chunk_tokens: Annotated[int | None, typer.Option(help="tokens of a chunk [512]")] = None,
         repeats: Annotated[int | None, typer.Option(help="rounds behind a warm-up")] = None,
-        limit: Annotated[int | None, typer.Option(hidden=True)] = None,  # for `all`: there are no cases here
+        limit: options.IgnoredNumber = None,
         smoke: Annotated[bool, typer.Option("--smoke", help="short chunks, one round: seconds")] = False,
-        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
-        records: Annotated[Path | None, typer.Option(help="draw this file; run nothing")] = None,
-        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
-        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
-        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+        plot_only: options.PlotOnly = False,
+        records: options.RecordsFile = None,
+        force: options.Force = False,
+        out: options.Out = HERE / "results",
+        figures: options.Figures = HERE / "figures",
     ) -> None:
         stopped = False
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import kvreuse as kr
+from experiments import options
 from experiments.environment import origin
 from experiments.options import HERE, fail, one_command
 from experiments.ragcache.check_report import RUNS, draw, tabulate
@@ -98,7 +99,7 @@ def check_app() -> typer.Typer:
 
     def main(
         model: Annotated[str, typer.Option(help="demo, a hub id or a folder")] = "demo",
-        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
+        data_dir: options.DataDir = None,
         requests: Annotated[int | None, typer.Option(help="of each run [300]")] = None,
         rates: Annotated[str | None, typer.Option(help="requests per second [1.2,1.8]")] = None,
         policies: Annotated[str | None, typer.Option(help=f"some of {','.join(POLICIES)}")] = None,
@@ -106,11 +107,11 @@ def check_app() -> typer.Typer:
         threads: Annotated[int, typer.Option(help="threads of PyTorch")] = 1,
         seed: Annotated[int, typer.Option(help="of order and arrivals")] = 0,
         smoke: Annotated[bool, typer.Option("--smoke", help="the small set, a few requests: seconds")] = False,
-        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
-        records: Annotated[Path | None, typer.Option(help="draw this file; run nothing")] = None,
-        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
-        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
-        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+        plot_only: options.PlotOnly = False,
+        records: options.RecordsFile = None,
+        force: options.Force = False,
+        out: options.Out = HERE / "results",
+        figures: options.Figures = HERE / "figures",
     ) -> None:
         stopped = False
         try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import kvreuse as kr
+from experiments import options
 from experiments.corpora import QUESTION_SETS, data_folder, question_sets, source_of
 from experiments.datasets import DATASET_NAMES
 from experiments.environment import COMMIT, command_line, processor, versions
@@ -227,19 +228,19 @@ def counted_app(experiment: CountedExperiment[CountedConfig]) -> typer.Typer:
         model: Annotated[str, typer.Option(help="whose tokenizer counts: demo, a hub id or a folder")] = "demo",
         dataset: Annotated[str | None, typer.Option(help="question sets, some of mmlu,nq,2wiki")] = None,
         embedder: Annotated[str | None, typer.Option(help="demo, words (no model), a hub id or a folder")] = None,
-        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
+        data_dir: options.DataDir = None,
         limit: Annotated[int | None, typer.Option(help="questions per set [all]")] = None,
         seeds: Annotated[int | None, typer.Option(help="orders of the questions")] = None,
-        device: Annotated[str | None, typer.Option(hidden=True)] = None,  # for `all`: there is no model here
-        dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
-        threads: Annotated[int | None, typer.Option(hidden=True)] = None,
-        repeats: Annotated[int | None, typer.Option(hidden=True)] = None,
+        device: options.IgnoredText = None,
+        dtype: options.IgnoredText = None,
+        threads: options.IgnoredNumber = None,
+        repeats: options.IgnoredNumber = None,
         smoke: Annotated[bool, typer.Option("--smoke", help="the small sets, few requests: seconds")] = False,
-        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
-        records: Annotated[Path | None, typer.Option(help="draw this file; run nothing")] = None,
-        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
-        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
-        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+        plot_only: options.PlotOnly = False,
+        records: options.RecordsFile = None,
+        force: options.Force = False,
+        out: options.Out = HERE / "results",
+        figures: options.Figures = HERE / "figures",
     ) -> None:
         try:
             data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)

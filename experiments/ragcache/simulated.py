@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import kvreuse as kr
+from experiments import options
 from experiments.options import HERE, fail, one_command
 from experiments.ragcache.frame import CountedConfig, CountedExperiment, chosen_sets, draw_or_run, limit_of
 from experiments.ragcache.scales import SCALE_NAMES, Scale, scales_named
@@ -94,19 +94,19 @@ def simulated_app(experiment: SimulatedExperiment) -> typer.Typer:
         model: Annotated[str, typer.Option(help="whose tokenizer counts: demo, a hub id or a folder")] = "demo",
         dataset: Annotated[str | None, typer.Option(help="question sets, some of mmlu,nq,2wiki")] = None,
         embedder: Annotated[str | None, typer.Option(help="demo, words (no model), a hub id or a folder")] = None,
-        data_dir: Annotated[Path | None, typer.Option(help="folder of the real sets, see data/README.md")] = None,
+        data_dir: options.DataDir = None,
         limit: Annotated[int | None, typer.Option(help="questions of a set to draw from [all]")] = None,
         seeds: Annotated[int | None, typer.Option(help="orders of the questions, and arrivals")] = None,
-        device: Annotated[str | None, typer.Option(hidden=True)] = None,  # for `all`: there is no model here
-        dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
-        threads: Annotated[int | None, typer.Option(hidden=True)] = None,
-        repeats: Annotated[int | None, typer.Option(hidden=True)] = None,
+        device: options.IgnoredText = None,
+        dtype: options.IgnoredText = None,
+        threads: options.IgnoredNumber = None,
+        repeats: options.IgnoredNumber = None,
         smoke: Annotated[bool, typer.Option("--smoke", help="one small set, few requests: seconds")] = False,
-        plot_only: Annotated[bool, typer.Option("--plot-only", help="draw what is there, run nothing")] = False,
-        records: Annotated[Path | None, typer.Option(help="draw this file; run nothing")] = None,
-        force: Annotated[bool, typer.Option("--force", help="run again even what is complete")] = False,
-        out: Annotated[Path, typer.Option(help="folder of the raw records")] = HERE / "results",
-        figures: Annotated[Path, typer.Option(help="folder of tables and pictures")] = HERE / "figures",
+        plot_only: options.PlotOnly = False,
+        records: options.RecordsFile = None,
+        force: options.Force = False,
+        out: options.Out = HERE / "results",
+        figures: options.Figures = HERE / "figures",
     ) -> None:
         try:
             data = "small" if smoke and data_dir is None else None if data_dir is None else str(data_dir)
