@@ -16,7 +16,6 @@ from kvreuse.ragcache.published import PublishedCosts
 # Two documents, the default, are then the 4,000 tokens at which the paper's text (figure 2) puts a second. The passages
 # of our corpus have about 110; all are stretched by one factor, so that they stay as unequal as they are.
 PUBLISHED_DOCUMENT_TOKENS = 2000
-SEARCH_S = 0.4  # presumed: the text gives no search time
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class LayerLoader:
         ahead: int = LAYERS_AHEAD,
         keep: bool = False,
     ) -> None:
-        self._sources, self._wanted, self._devices, self._ahead = sources, wanted, devices, ahead
+        self._sources, self._wanted, self._devices = sources, wanted, devices
         self.read_layers: list[dict[int, list[torch.Tensor]]] | None = [{} for _ in sources] if keep else None
         self.source_bytes = [0] * len(sources)
         self._first_read, self._last_read = float("inf"), 0.0
