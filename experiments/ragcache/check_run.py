@@ -28,7 +28,7 @@ from kvreuse.ragcache.systems import System
 
 POLICIES: dict[str, kr.Policy] = {"PGDSF": kr.PGDSF(), "LRU": kr.LRU(), "LFU": kr.LFU()}
 SYSTEM = "Answer from the passages."
-PROFILE_QUESTIONS = 9  # beside the workload's
+PROFILE_QUESTIONS = 41  # at most, beside the workload's
 TIMEOUT_S = 3600.0
 
 Values = dict[str, list[float]]  # one list per quantity, a number per request
@@ -49,6 +49,7 @@ class CheckConfig:
         gpu_tokens, host_tokens: K/V in each tier.
         speculate: start prefills during the search.
         repeats: timed rounds of a profile.
+        pause_s: idle before what a profile serves, as the server is between requests.
         seed: of order and arrivals.
         small: take the project's own small set and an embedder by words.
     """
@@ -68,6 +69,7 @@ class CheckConfig:
     window: int = 32
     speculate: bool = False
     repeats: int = 2
+    pause_s: float = 0.3
     seed: int = 0
     small: bool = False
     data_dir: str | None = None
@@ -99,9 +101,10 @@ class Check:
         self.corpus = Corpus(self.model, texts, system=SYSTEM)
         self.retriever = Retriever(embedder, IVFStages(vectors, num_stages=4), config.top_k)
         order = [q.text for q in seeded_order(every, config.seed, "check_simulator", "questions")]
-        if len(order) < PROFILE_QUESTIONS + 1:
-            raise ValueError(f"{len(order)} questions: {PROFILE_QUESTIONS + 1} at least are needed")
-        self.others, asked = order[:PROFILE_QUESTIONS], order[PROFILE_QUESTIONS:][: config.questions]
+        aside = min(PROFILE_QUESTIONS, len(order) // 3)
+        if aside < config.max_batch:
+            raise ValueError(f"{len(order)} questions: {3 * config.max_batch} at least are needed")
+        self.others, asked = order[:aside], order[aside:][: config.questions]
         rng = np.random.default_rng([config.seed, 2])
         weights = 1 / np.arange(1, len(asked) + 1) ** config.skew
         self.questions = [asked[i] for i in rng.choice(len(asked), config.requests, p=weights / weights.sum())]
@@ -138,6 +141,7 @@ class Check:
             max_batch=self.config.max_batch,
             max_new_tokens=self.config.max_new_tokens,
             repeats=self.config.repeats,
+            pause_s=self.config.pause_s,
         )
 
     def serve(self, rate: float, policy: str, costs: MeasuredCosts) -> Values:

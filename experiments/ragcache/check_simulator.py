@@ -153,7 +153,7 @@ def _config(
     defaults: dict[str, Any] = {}
     if smoke:
         defaults = {"requests": 6, "questions": 4, "rates": (2.0,), "policies": ("PGDSF", "LRU"), "repeats": 1}
-        defaults |= {"gpu_tokens": 300, "host_tokens": 300}
+        defaults |= {"gpu_tokens": 300, "host_tokens": 300, "pause_s": 0.0}
     chosen = {**defaults, **{k: v for k, v in given.items() if v is not None}}
     return CheckConfig(
         model=model,

@@ -1,7 +1,8 @@
 """`measure_costs`: what a `RagServer` of this model on this machine takes for everything it does.
 
 Prefills and decode steps are timed on grids. The server's own books then serve a few requests, and what an iteration
-takes beyond the grids is its overhead: decisions, K/V copied into the batch, everything else.
+takes beyond the grids is its overhead: decisions, K/V copied into the batch, everything else. A server that waits for
+requests finds its processor asleep: searches and served requests may be timed behind a pause.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def measure_costs(
     max_batch: int = 4,
     max_new_tokens: int = 6,
     repeats: int = 2,
+    pause_s: float = 0.0,
 ) -> MeasuredCosts:
     """Measure all costs; takes about as long as ``len(questions)`` requests and ``repeats`` + 1 rounds over the grid.
 
@@ -56,6 +58,7 @@ def measure_costs(
         max_batch: sequences that decode together.
         max_new_tokens: of the answers that are served.
         repeats: timed rounds.
+        pause_s: idle before every search and every batch that is served, as at a rate that leaves the server idle.
 
     Raises:
         ValueError: too few questions, or a grid that does not fit.
@@ -65,21 +68,22 @@ def measure_costs(
     prefill = CostProfiler.measure(model, cached_tokens, new_tokens, repeats)
     step = _step_table(model, tuple(lengths), max_batch, 2 + repeats)
     keep, to_gpu, to_host = _copying(model, max(lengths), repeats)
-    searches = [_search(retriever, question) for question in questions]
+    searches = [_search(retriever, question, pause_s) for question in questions]
     served = _Overheads(model, corpus, ServerOptions(max_new_tokens=max_new_tokens, max_batch=max_batch), prefill, step)
     found = [(question, documents) for question, (documents, _) in zip(questions, searches, strict=True)]
     served.serve(found[:1])  # warm-up
     served.forget()
     for start in range(0, len(found), max_batch):
+        time.sleep(pause_s)
         served.serve(found[start : start + max_batch])
     stages = zip(*(seconds for _, seconds in searches[1:] or searches), strict=True)
-    by_rows = {rows: statistics.median(values) for rows, values in sorted(served.prefills.items())}
+    by_rows = {rows: statistics.fmean(values) for rows, values in sorted(served.prefills.items())}
     return MeasuredCosts(
         prefill=prefill,
         step=step,
         prefill_overheads_s=tuple(max(0.0, by_rows.get(n, by_rows[max(by_rows)])) for n in range(max_batch)),
-        step_overhead_s=max(0.0, statistics.median(served.steps)) if served.steps else 0.0,
-        search_stage_s=tuple(statistics.median(seconds) for seconds in stages),
+        step_overhead_s=max(0.0, statistics.fmean(served.steps)) if served.steps else 0.0,
+        search_stage_s=tuple(statistics.fmean(seconds) for seconds in stages),
         keep_s_per_byte=keep,
         to_gpu_s_per_byte=to_gpu,
         to_host_s_per_byte=to_host,
@@ -132,8 +136,9 @@ def _copying(model: ReuseModel, num_tokens: int, repeats: int) -> tuple[float, f
     return keep, to_gpu, to_host
 
 
-def _search(retriever: Retrieves, question: str) -> tuple[Sequence[int], list[float]]:
+def _search(retriever: Retrieves, question: str, pause_s: float) -> tuple[Sequence[int], list[float]]:
     """What is found, and the seconds of every stage."""
+    time.sleep(pause_s)
     times = [time.perf_counter()]
     found = retriever.search(question, lambda _: times.append(time.perf_counter()))
     times.append(time.perf_counter())
