@@ -13,6 +13,7 @@ import torch.nn.functional as F
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
 _BLOCK_ROWS_CPU = 64
 _BLOCK_ROWS_GPU = 1024
+_ALIGNMENT = 8  # of a mask's rows, in numbers, for PyTorch's memory-efficient attention on GPUs
 _MASKED_COST = 2.2  # measured: a masked score costs this many times a causal one
 
 
@@ -76,10 +77,12 @@ class RowMask:
         return self._blocks[dtype]
 
     def _make_blocks(self, dtype: torch.dtype) -> Iterator[Block]:
+        if self.rows.device.type != "cpu":
+            yield from self.aligned_blocks(dtype)
+            return
         last = self._last.tolist()
-        size = _BLOCK_ROWS_CPU if self.rows.device.type == "cpu" else _BLOCK_ROWS_GPU
-        for start in range(0, len(last), size):
-            stop = min(start + size, len(last))
+        for start in range(0, len(last), _BLOCK_ROWS_CPU):
+            stop = min(start + _BLOCK_ROWS_CPU, len(last))
             key_stop = last[stop - 1] + 1
             rows = slice(start, stop)
             if self.window is None:  # all rows see what the first one sees: only the keys behind that differ
@@ -90,6 +93,23 @@ class RowMask:
             else:
                 key_start = max(0, last[start] - self.window + 1)
                 mask = self.additive(dtype, rows, slice(key_start, key_stop))
+            yield Block(start, stop, key_start, key_stop, mask)
+
+    def aligned_blocks(self, dtype: torch.dtype, size: int = _BLOCK_ROWS_GPU) -> Iterator[Block]:
+        """Blocks for a GPU, of ``size`` rows: each row of a mask starts at a multiple of 8 numbers.
+
+        Its memory-efficient kernel takes such a mask as it is; others PyTorch copies to aligned ones in every layer.
+        """
+        last = self._last.tolist()
+        for start in range(0, len(last), size):
+            stop = min(start + size, len(last))
+            key_stop = last[stop - 1] + 1
+            key_start = 0 if self.window is None else max(0, last[start] - self.window + 1)
+            # Without a window all rows see what the first one sees: only the keys behind that differ.
+            differ = slice(last[start] + 1 if self.window is None else key_start, key_stop)
+            shape = stop - start, -(-(key_stop - key_start) // _ALIGNMENT) * _ALIGNMENT
+            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : key_stop - key_start]
+            mask[:, differ.start - key_start :] = self.additive(dtype, slice(start, stop), differ)
             yield Block(start, stop, key_start, key_stop, mask)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
