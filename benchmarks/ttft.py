@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 from pathlib import Path
 
 import torch
@@ -20,8 +19,8 @@ import transformers
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.tables import stage_table, timed_stages
 from experiments.timed import equal_chunks
-from kvreuse.results import TTFT_STAGES
 
 
 def methods(ratio: float) -> list[kr.ReuseMethod]:
@@ -64,7 +63,7 @@ def main() -> None:
     rounds: list[dict[str, dict[str, float]]] = []
     for number in tqdm(range(args.repeats), desc="rounds"):
         shift = number % len(timed)
-        rounds.append({repr(m): _stages(m.prefill(model, prompt, store)) for m in timed[shift:] + timed[:shift]})
+        rounds.append({repr(m): timed_stages(m.prefill(model, prompt, store)) for m in timed[shift:] + timed[:shift]})
 
     header = {
         "model": model.name,
@@ -79,28 +78,8 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"header": header, "rounds": rounds}, indent=1))
     print(json.dumps(header))
-    print(table(timed, rounds))
+    print(stage_table({repr(m): _short(repr(m)) for m in timed}, rounds))
     print(f"rounds saved to {args.out}")
-
-
-def _stages(result: kr.Prefill) -> dict[str, float]:
-    return {"ttft_s": result.ttft_s, **{k: v for k, v in result.trace.stages.items() if k in TTFT_STAGES}}
-
-
-def table(timed: list[kr.ReuseMethod], rounds: list[dict[str, dict[str, float]]]) -> str:
-    """Medians over rounds, milliseconds; the speed-up over the first method is paired within rounds."""
-    stages = [name for name in TTFT_STAGES if any(name in r[repr(m)] for r in rounds for m in timed)]
-    heads = ["method", "TTFT ms", "quartiles", "speed-up", *(s.removesuffix("_s") for s in stages)]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for method in timed:
-        name = repr(method)
-        total = [r[name]["ttft_s"] for r in rounds]
-        ratio = statistics.median(r[repr(timed[0])]["ttft_s"] / r[name]["ttft_s"] for r in rounds)
-        low, _, high = statistics.quantiles(total, n=4) if len(total) > 1 else (total[0],) * 3
-        split = [statistics.median(r[name].get(s, 0.0) for r in rounds) * 1e3 for s in stages]
-        cells = [_short(name), f"{statistics.median(total) * 1e3:.0f}", f"{low * 1e3:.0f}-{high * 1e3:.0f}"]
-        lines.append("| " + " | ".join([*cells, f"{ratio:.2f}", *(f"{ms:.0f}" for ms in split)]) + " |")
-    return "\n".join(lines)
 
 
 def _short(name: str) -> str:

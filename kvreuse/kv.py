@@ -122,6 +122,11 @@ class ChunkKV:
             return self
         return ChunkKV(self.ids, self.start, keys, tuple(v.to(device) for v in self.values), self.long_rope)
 
+    def pinned(self) -> ChunkKV:
+        """In page-locked main memory, from which a GPU copies at its bus's full speed. Not without a GPU."""
+        keys, values = (tuple(t.pin_memory() for t in side) for side in (self.keys, self.values))
+        return ChunkKV(self.ids, self.start, keys, values, self.long_rope)
+
 
 def chunk_key(fingerprint: str, context: torch.Tensor, start: int, ids: torch.Tensor, long_rope: bool) -> str:
     """SHA-256 (hex) over everything that decides the K/V: model, what stood before the chunk, its place, its tokens.

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvreuse import compat
 from kvreuse.blend.deviation import Metric, squared_deviation
+from kvreuse.blend.index import Index
 
 
 class BlendLayer(DynamicLayer):
@@ -27,22 +28,20 @@ class BlendLayer(DynamicLayer):
     def __init__(self, num_slots: int = 0) -> None:
         super().__init__()
         self._num_slots = num_slots
-        self.rows: torch.Tensor | None = None
+        self.rows: Index | None = None
         self.measure: Metric | None = None  # set: the deviation of the rows is taken before they are overwritten
         self.deviation: torch.Tensor | None = None
 
-    def scatter(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write K/V [1, H_kv, n, D] of the sorted positions ``rows`` [n]."""
+    def scatter(self, keys: torch.Tensor, values: torch.Tensor, rows: Index) -> None:
+        """Write K/V [1, H_kv, n, D] of the sorted slots ``rows`` [n]."""
         if self.keys is None:
             new = (t.new_zeros(*t.shape[:2], self._num_slots, t.shape[3]) for t in (keys, values))
             compat.fill_layer(self, *new)
-        rows = rows.to(self.keys.device)
-        first, n = int(rows[0]), rows.numel()
         for whole, part in ((self.keys, keys), (self.values, values)):
-            if int(rows[-1]) - first + 1 == n:  # no gap: a copy is cheaper than a scatter
-                whole[:, :, first : first + n] = part
+            if rows.run is not None:  # a copy is cheaper than a scatter
+                whole[:, :, rows.run] = part
             else:
-                whole.index_copy_(2, rows, part)
+                whole.index_copy_(2, rows.on(whole.device), part)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -51,8 +50,8 @@ class BlendLayer(DynamicLayer):
         if self.rows is None:
             return super().update(key_states, value_states, *args, **kwargs)
         if self.measure is not None:
-            rows = self.rows.to(self.keys.device)
-            old = self.keys[:, :, rows], self.values[:, :, rows]
+            rows = self.rows.on(self.keys.device)
+            old = self.keys.index_select(2, rows), self.values.index_select(2, rows)
             self.deviation = squared_deviation(self.measure, key_states, value_states, *old)
         self.scatter(key_states, value_states, self.rows)
         return self.keys, self.values

@@ -14,6 +14,8 @@ from transformers import Cache
 from kvreuse import compat
 from kvreuse.blend.cache import ProbeCache, StopLayer
 from kvreuse.blend.hooks import hooked, narrow_query
+from kvreuse.blend.index import Index
+from kvreuse.blend.kernels import attention_kernels
 from kvreuse.blend.packing import Packing
 from kvreuse.blend.rows import PackedMask, RowMask, row_attention
 from kvreuse.errors import UnsupportedModelError
@@ -76,14 +78,19 @@ class RowPass:
     ) -> None:
         self.model, self.cache = model, cache
         self.packing = packing if isinstance(packing, Packing) else Packing.of((packing,))
-        self.rows = self._first_rows = rows.to(model.device)
+        self._rows = self._first_rows = Index(rows.cpu())
         self.selected: list[torch.Tensor] = []
         self._narrow, self._trim_last, self._bottom_right_from = narrow, trim_last, bottom_right_from
         self._on_layer_start, self._on_layer_end, self._on_attention = on_layer_start, on_layer_end, on_attention
-        self._index: torch.Tensor | None = None  # of the rows among the first; None: they are all there
+        self._among_first: Index | None = None  # where the rows are among the first; None: they are all there
         self._masks: dict[Any, Any] = {}
         self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense = False
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Sorted slots [n] of the rows that are still there, on the CPU."""
+        return self._rows.on_cpu
 
     @torch.inference_mode()
     def run(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -91,7 +98,7 @@ class RowPass:
 
         Without ``trim_last`` only a single prompt has logits; the pass is made to look at.
         """
-        model, rows = self.model, self.rows
+        model = self.model
         last = self.packing.num_prompts
         with ExitStack() as stack:
             for index, layer in enumerate(model.layers):
@@ -101,9 +108,10 @@ class RowPass:
                     attention = compat.attention_module(layer)
                     stack.enter_context(hooked(attention.register_forward_hook(self._watch(index))))
             self._dense = not stack.enter_context(compat.attention_through(model.hf, row_attention))
-            ids = input_ids.to(model.device)[rows]
+            stack.enter_context(attention_kernels(model.device))
+            ids = input_ids[self.rows].to(model.device)
             try:
-                positions = self.packing.positions(rows)
+                positions = self.packing.positions(self.rows).to(model.device)
                 return compat.run_model(model.hf, ids[None], positions[None], self.cache, logits_to_keep=last)[0]
             finally:
                 for cache_layer in self.cache.layers:
@@ -121,19 +129,19 @@ class RowPass:
                 args = (kwargs.pop("hidden_states"),)
 
             def project() -> FreshKV:
-                held, rows = self.cache.layers[index], self.rows
-                stored = [t[:, :, rows.to(t.device)] for t in (held.keys, held.values)]
+                held = self.cache.layers[index]
+                stored = [t[:, :, self._rows.on(t.device)] for t in (held.keys, held.values)]
                 return FreshKV(*self._project(index, layer, args, kwargs), *stored)
 
             kept = self._narrow(index, self.rows, project) if self._narrow is not None else None
             if kept is not None:
                 args = (self._keep(kept, args[0]), *args[1:])
-            self.selected.append(self.rows.cpu())
+            self.selected.append(self.rows)
             if index == self.model.num_layers - 1 and self._trim_last and self.rows.numel() > self.packing.num_prompts:
                 self._project(index, layer, args, kwargs)
                 last = self.packing.join([own[-1:] for own in self.packing.split(self.rows)])
                 args = (self._keep(last, args[0]), *args[1:])
-            self.cache.layers[index].rows = self.rows
+            self.cache.layers[index].rows = self._rows
             args, kwargs = self._cut(args, kwargs)
             return args, {**kwargs, "attention_mask": self._mask(index, args[0].dtype)}
 
@@ -169,22 +177,23 @@ class RowPass:
 
     def _keep(self, kept: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Go on with fewer rows: cut the hidden states [1, n, hidden] to them."""
-        index = torch.searchsorted(self.rows, kept.to(self.rows.device))
-        self.rows = self.rows[index]
-        fewer = self.rows.numel() < self._first_rows.numel()
-        self._index = torch.searchsorted(self._first_rows, self.rows) if fewer else None
+        index = torch.searchsorted(self.rows, kept.cpu())
+        first = self._first_rows.on_cpu
+        self._rows = Index(self.rows[index])
+        fewer = self.rows.numel() < first.numel()
+        self._among_first = Index(torch.searchsorted(first, self.rows)) if fewer else None
         self._masks.clear()
         self._cuts.clear()
-        return hidden.index_select(1, index.to(hidden.device))
+        return hidden.index_select(1, Index(index).on(hidden.device))
 
     def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut what the model hands to every layer whole to the current rows; args[0], the hidden states, is cut.
 
         By name: positions and rotary tables. By shape [1, n, ...]: positional arguments (Gemma-4's inputs per layer).
         """
-        if self._index is None:
+        if self._among_first is None:
             return args, kwargs
-        n = self._first_rows.numel()
+        n = self._first_rows.on_cpu.numel()
         by_row = [isinstance(v, torch.Tensor) and v.dim() > 1 and v.shape[1] == n for v in args[1:]]
         rest = (self._cut_value(v, 1) if cut else v for v, cut in zip(args[1:], by_row, strict=True))
         named = {name: self._cut_value(kwargs[name], dim) for name, dim in ROW_DIMS.items() if name in kwargs}
@@ -196,8 +205,8 @@ class RowPass:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in self._cuts:  # kept with its cut: while it lives no other tensor has its id
-            assert self._index is not None
-            self._cuts[id(value)] = value, value.index_select(dim, self._index.to(value.device))
+            assert self._among_first is not None
+            self._cuts[id(value)] = value, value.index_select(dim, self._among_first.on(value.device))
         return self._cuts[id(value)][1]
 
     def _mask(self, index: int, dtype: torch.dtype) -> RowMask | PackedMask | torch.Tensor:
@@ -216,9 +225,10 @@ class RowPass:
 
     def _packed_mask(self, index: int, device: torch.device) -> PackedMask:
         parts, window, packing = [], self.model.window(index), self.packing
-        for rows, length in zip(packing.split(self.rows.to(device)), packing.lengths, strict=True):
+        looked_at = self._on_attention is not None
+        for rows, length in zip(packing.split(self.rows), packing.lengths, strict=True):
             last_key = torch.arange(length - rows.numel(), length, device=device) if self._is_released(index) else None
-            parts.append(RowMask(rows, length, window, last_key, return_weights=self._on_attention is not None))
+            parts.append(RowMask(Index(rows).on(device), length, window, last_key, looked_at))
         return PackedMask(tuple(parts), packing.starts, packing.num_slots)
 
     def _project(
@@ -234,5 +244,5 @@ class RowPass:
         args, kwargs = self._cut(args, kwargs)
         with narrow_query(compat.attention_module(layer)), suppress(StopLayer):
             layer.forward(*args, **{**kwargs, str(name): probe, "attention_mask": None})
-        self.cache.layers[index].scatter(*caught, self.rows)
+        self.cache.layers[index].scatter(*caught, self._rows)
         return caught

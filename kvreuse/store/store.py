@@ -56,6 +56,8 @@ class KVStore:
         write: ``through``: an entry is on disk when `put` returns. ``back``: a background thread writes it; `flush`
             and `close` wait for it, as does the end of the program.
         promote: keep in memory what was read from disk.
+        pin_memory: keep the main memory's entries page-locked, for models on a GPU, which copies layers from there
+            directly and beside its work. PyTorch takes such memory in powers of two: up to twice the capacity.
 
     A device that is full, read-only or damaged, an entry too large: one warning, and requests are served without.
     """
@@ -69,12 +71,18 @@ class KVStore:
         kv_dtype: KVDtype | None = None,
         write: Literal["through", "back"] = "through",
         promote: bool = True,
+        pin_memory: bool = False,
     ) -> None:
         if write not in ("through", "back"):
             raise ValueError(f"write={write!r}: choose 'through' or 'back'")
         devices = list_devices(disk, disk_capacity)
         if memory is None and not devices:
             raise ValueError("memory=None without disk=: the store has nowhere to keep anything")
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory=True: page-locked memory is for a CUDA GPU, and there is none: leave it out")
+        if pin_memory and kv_dtype is not None:
+            raise ValueError(f"pin_memory=True with kv_dtype={kv_dtype!r}: the compressed is unpacked on the CPU first")
+        self._pin_memory = pin_memory
         self._codec, self._write_back = codec_for(kv_dtype), write == "back"
         self.kv_dtype = kv_dtype
         self._memory = MemoryTier(parse_bytes(memory)) if memory is not None else None
@@ -151,6 +159,8 @@ class KVStore:
         return self._disks[device]
 
     def _remember(self, key: str, entry: MemoryEntry) -> bool:
+        if self._pin_memory and isinstance(entry, ChunkKV):
+            entry = entry.pinned()
         with self._lock:
             return self._memory is not None and self._memory.put(key, entry)
 

@@ -1,0 +1,31 @@
+"""Indices of a pass's rows, known to the CPU and copied once to each device that needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Sorted indices [n] on the CPU, where rows are chosen; `on` has them elsewhere.
+
+    To ask a GPU's tensor for a number waits until the GPU has done all it was given, here in the middle of a layer.
+    """
+
+    on_cpu: torch.Tensor
+    _copies: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The indices on a device."""
+        if device not in self._copies:
+            self._copies[device] = self.on_cpu.to(device, non_blocking=device.type == "cuda")
+        return self._copies[device]
+
+    @cached_property
+    def run(self) -> slice | None:
+        """The indices as a slice if there is no gap between them."""
+        first, last = int(self.on_cpu[0]), int(self.on_cpu[-1])
+        return slice(first, last + 1) if last - first + 1 == self.on_cpu.numel() else None
