@@ -98,12 +98,13 @@ def table(timed: list[kr.ReuseMethod], rounds: list[dict[str, dict[str, float]]]
         ratio = statistics.median(r[repr(timed[0])]["ttft_s"] / r[name]["ttft_s"] for r in rounds)
         low, _, high = statistics.quantiles(total, n=4) if len(total) > 1 else (total[0],) * 3
         split = [statistics.median(r[name].get(s, 0.0) for r in rounds) * 1e3 for s in stages]
-        cells = [_short(name), f"{statistics.median(total) * 1e3:.0f}", f"{low * 1e3:.0f}-{high * 1e3:.0f}"]
+        cells = [short_name(name), f"{statistics.median(total) * 1e3:.0f}", f"{low * 1e3:.0f}-{high * 1e3:.0f}"]
         lines.append("| " + " | ".join([*cells, f"{ratio:.2f}", *(f"{ms:.0f}" for ms in split)]) + " |")
     return "\n".join(lines)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """A method's repr without what is as by default."""
     defaults = ("selector=None", "as_released=False", "position='rotate'", "metric='kv'", "offline_chunks=1")
     for default in (f", {d}" for d in defaults):
         name = name.replace(default, "")
