@@ -67,6 +67,9 @@ def _weights(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue  # offloaded, a tied weight is no longer one tensor with its source
         yield name, parameter
         scales = getattr(getattr(parameter, "quant_state", None), "absmax", getattr(parameter, "SCB", None))
+        if scales is None and parameter.dtype == torch.int8:  # bitsandbytes moves them in the first forward
+            owner = hf.get_submodule(name.rpartition(".")[0])
+            scales = getattr(getattr(owner, "state", None), "SCB", None)
         if isinstance(scales, torch.Tensor):
             yield f"{name}.scales", scales
     rewrites = compat.longrope_switch(compat.text_config(hf)) is not None
