@@ -1,6 +1,7 @@
 # make demo    from nothing to the main figure on a small offline model: environment, model, table and PNG
 # make test    environment, demo model, tests          make lint    ruff and mypy
-# make bench   time to first token, split by stage     make clean   caches and build output (keeps .venv)
+# make bench   TTFT by stage, against its floor, over length and ratio, over chunks and batch; peak memory
+# make clean   caches and build output (keeps .venv)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help demo test bench lint clean models env env-dev
 
 help:
-	@sed -n '1,3s/^# *//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,4s/^# *//p' $(firstword $(MAKEFILE_LIST))
 
 demo: env models
 	$(PY) -m experiments.fig12 --preset demo
@@ -27,8 +28,13 @@ demo: env models
 test: env-dev models
 	$(PY) -m pytest
 
+# One after the other: each wants the machine for itself. What they measured is in benchmarks/results.
 bench: env models
-	$(PY) -m benchmarks.ttft
+	$(PY) -m benchmarks.ttft --repeats 3
+	$(PY) -m benchmarks.floor --repeats 3
+	$(PY) -m benchmarks.growth
+	$(PY) -m benchmarks.shapes
+	$(PY) -m benchmarks.peak
 
 lint: env-dev
 	$(PY) -m ruff check .

@@ -78,11 +78,12 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"header": header, "rounds": rounds}, indent=1))
     print(json.dumps(header))
-    print(stage_table({repr(m): _short(repr(m)) for m in timed}, rounds))
+    print(stage_table({repr(m): short_name(repr(m)) for m in timed}, rounds))
     print(f"rounds saved to {args.out}")
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """A method's repr without what is as by default."""
     defaults = ("selector=None", "as_released=False", "position='rotate'", "metric='kv'", "offline_chunks=1")
     for default in (f", {d}" for d in defaults):
         name = name.replace(default, "")

@@ -36,13 +36,18 @@ def _tolerance(model: ReuseModel) -> float:
 
 @torch.inference_mode()
 def _noise(model: ReuseModel) -> float:
-    """Relative difference of the logits between a prefill in one piece and in two, by Hugging Face's own cache."""
-    ids = _random_ids(model, 24, seed=4).to(model.device)
+    """Relative difference of the logits between a prefill in one piece and in two, by Hugging Face's own cache.
+
+    The largest of three prompts: in one of them no rounding of an 8-bit activation may happen to fall another way.
+    """
+    found = []
     positions = torch.arange(24, device=model.device)
-    cache = DynamicCache()
-    compat.run_model(model.hf, ids[None, :16], positions[None, :16], cache)
-    pieces = compat.run_model(model.hf, ids[None, 16:], positions[None, 16:], cache)
-    return _relative_error(pieces[:, -1], model.prefill(ids)[0])
+    for seed in (4, 5, 6):
+        ids, cache = _random_ids(model, 24, seed).to(model.device), DynamicCache()
+        compat.run_model(model.hf, ids[None, :16], positions[None, :16], cache)
+        pieces = compat.run_model(model.hf, ids[None, 16:], positions[None, 16:], cache)
+        found.append(_relative_error(pieces[:, -1], model.prefill(ids)[0]))
+    return max(found)
 
 
 def _random_ids(model: ReuseModel, count: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -112,6 +112,34 @@ def run_model(
         kwargs["attention_mask"] = attention_mask
     logits = hf(input_ids=input_ids, position_ids=position_ids, **kwargs).logits
     return logits if logits_to_keep == 0 else logits[:, -logits_to_keep:]
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """What accelerate has hung on a module to run it on another device than its weights lie on."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
+def execution_device(module: nn.Module) -> torch.device | None:
+    """Where a module computes, also where accelerate keeps its weights elsewhere until then (device_map)."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    devices = (getattr(hook, "execution_device", None) for part in module.modules() for hook in _hooks(part))
+    return next((torch.device(device) for device in devices if device is not None), None)
+
+
+def offloaded_weight(hf: nn.Module, name: str) -> torch.Tensor | None:
+    """A weight that accelerate keeps in main memory or on disk until its layer runs, read; None for any other."""
+    owner, _, leaf = name.rpartition(".")
+    try:
+        hooks = _hooks(hf.get_submodule(owner))
+    except AttributeError:  # not the name of a parameter
+        return None
+    for hook in hooks:
+        with suppress(KeyError):  # asking a map whether it has a weight would read it
+            return (getattr(hook, "weights_map", None) or {})[leaf]
+    return None
 
 
 def find_cache(kwargs: dict[str, Any]) -> str | None:

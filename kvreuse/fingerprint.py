@@ -16,7 +16,7 @@ _SAMPLE = 64  # numbers looked at per tensor
 
 
 class Fingerprint:
-    """SHA-256 (hex) of a model's weights and configuration: of content, not of names.
+    """SHA-256 (hex) of a model's weights and configuration: of content, not of names, nor of where the weights lie.
 
     Kept, and computed again after an edit in place. What is looked at each time are the tensors' addresses and version
     counters and a sample of 64 numbers of each, which also shows edits through ``.data``.
@@ -40,7 +40,9 @@ class Fingerprint:
         if self._samples is None or self._samples[0] != places:
             self._samples = places, _sampled_views(tensors)
         numbers = [torch.cat(views).cpu().view(torch.uint8).numpy().tobytes() for views in self._samples[1]]
-        return places, [0 if t.is_inference() else t._version for t in tensors], numbers
+        # An offloaded weight is made anew whenever its layer has run; what it stands for does not change.
+        versions = [0 if t.is_inference() or t.is_meta else t._version for t in tensors]
+        return places, versions, numbers
 
 
 def _sampled_views(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -58,9 +60,16 @@ def _weights(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Not by ``state_dict``: bitsandbytes repacks 4-bit weights when asked for it and computes nonsense afterwards.
     """
-    for name, parameter in hf.named_parameters():
+    parameters = dict(hf.named_parameters())
+    tied = getattr(hf, "all_tied_weights_keys", None) or {}
+    for name, parameter in parameters.items():
+        if parameter.is_meta and tied.get(name) in parameters:
+            continue  # offloaded, a tied weight is no longer one tensor with its source
         yield name, parameter
         scales = getattr(getattr(parameter, "quant_state", None), "absmax", getattr(parameter, "SCB", None))
+        if scales is None and parameter.dtype == torch.int8:  # bitsandbytes moves them in the first forward
+            owner = hf.get_submodule(name.rpartition(".")[0])
+            scales = getattr(getattr(owner, "state", None), "SCB", None)
         if isinstance(scales, torch.Tensor):
             yield f"{name}.scales", scales
     rewrites = compat.longrope_switch(compat.text_config(hf)) is not None
@@ -77,9 +86,15 @@ def _hash_model(hf: Any, tensors: dict[str, torch.Tensor]) -> str:
     seen: set[int] = set()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"|{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-        if tensor.is_meta:  # offloaded by accelerate: its content is on disk under the model's name
-            digest.update(str(getattr(hf, "name_or_path", "")).encode())
+        if tensor.is_meta:  # offloaded: read for this, and let go
+            read = compat.offloaded_weight(hf, name)
+            digest.update(str(getattr(hf, "name_or_path", "")).encode() if read is None else _content(read))
         elif tensor.data_ptr() not in seen:  # tied weights are hashed once
             seen.add(tensor.data_ptr())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(_content(tensor))
     return digest.hexdigest()
+
+
+def _content(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data

@@ -23,6 +23,8 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     quantization: Quantization | None = None,
     device_map: str | dict[str, Any] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     check: bool = True,
 ) -> ReuseModel:
     """Load a decoder-only causal LM and its tokenizer.
@@ -34,7 +36,10 @@ def load_model(
         dtype: "float32", "bfloat16", ... or a torch dtype. By default fp32 on the CPU (the fast type there), else the
             checkpoint's.
         quantization: "8bit" or "4bit" weights with bitsandbytes (the paper quantizes its two large models to 8 bit).
-        device_map: layers over several devices, "auto" or a map (needs accelerate).
+        device_map: layers over several devices, "auto" or a map (needs accelerate). Layers mapped to "disk" are read
+            whenever they run.
+        max_memory: how much of each device "auto" may take, such as ``{0: "20GiB", "cpu": "60GiB"}``.
+        offload_folder: where layers mapped to "disk" are written if they cannot be read from the checkpoint as it is.
         check: run `check_model` now; otherwise it runs before the first reuse.
 
     Raises:
@@ -44,6 +49,9 @@ def load_model(
     """
     if device is not None and device_map is not None:
         raise ValueError(f"device={device!r} and device_map={device_map!r}: give one of the two")
+    for given, value in (("max_memory", max_memory), ("offload_folder", offload_folder)):
+        if value is not None and device_map is None:
+            raise ValueError(f"{given}={value!r} without a device_map: give device_map='auto', or a map, with it")
     if quantization is not None and quantization not in ("8bit", "4bit"):
         raise ValueError(f"quantization={quantization!r}: choose '8bit', '4bit' or None")
     if device is None and device_map is None:
@@ -61,6 +69,8 @@ def load_model(
         kwargs["device_map"] = device_map
     if "device_map" in kwargs:
         _require("accelerate", "device_map" if quantization is None else "quantization")
+    kwargs |= {} if max_memory is None else {"max_memory": max_memory}
+    kwargs |= {} if offload_folder is None else {"offload_folder": offload_folder}
 
     source = _find(name)
     try:

@@ -62,7 +62,8 @@ class ReuseModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go: the device of the embedding."""
-        return self.hf.get_input_embeddings().weight.device
+        embedding = self.hf.get_input_embeddings()
+        return compat.execution_device(embedding) or embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +91,7 @@ class ReuseModel:
 
     def layer_device(self, layer: int) -> torch.device:
         """Where a layer computes, and where its K/V belong."""
-        return next((p.device for p in self.layers[layer].parameters() if not p.is_meta), self.device)
+        return compat.execution_device(self.layers[layer]) or self.device
 
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees, itself included; None is all of them."""

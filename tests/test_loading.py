@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import hf_model
+from tiny import hf_model, save_model
 
 import kvreuse as kr
 from kvreuse import loading
@@ -11,17 +11,7 @@ from kvreuse import loading
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A saved tiny model with a word tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    path = tmp_path_factory.mktemp("model")
-    hf_model("llama").save_pretrained(path)
-    words = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 128))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(path)
-    return path
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_folder_loads_and_reuses(folder):
@@ -59,6 +49,8 @@ def test_device_map_over_cpu(folder):
         ({"dtype": "int3"}, ValueError, "dtype='int3': choose float32"),
         ({"quantization": "2bit"}, ValueError, "quantization='2bit': choose '8bit', '4bit'"),
         ({"device": "cpu", "device_map": "auto"}, ValueError, "give one of the two"),
+        ({"max_memory": {"cpu": "1GiB"}}, ValueError, "max_memory=.* without a device_map: give device_map='auto'"),
+        ({"offload_folder": "there"}, ValueError, "offload_folder='there' without a device_map"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, arguments, error, message):

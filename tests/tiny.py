@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,6 +117,17 @@ def word_model() -> kr.ReuseModel:
         tokenizer_object=inner, unk_token="[UNK]", bos_token="<s>", eos_token="</s>", pad_token="[UNK]"
     )
     return kr.ReuseModel(hf_model("llama", max_position_embeddings=4096), tokenizer, name="tiny")
+
+
+def save_model(folder: Path, shard_size: str = "5GB", **settings: Any) -> Path:
+    """A tiny Llama in fp32 and a word tokenizer, in a folder as `kr.load_model` takes it."""
+    hf_model("llama", **settings).save_pretrained(folder, max_shard_size=shard_size)
+    words = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    return folder
 
 
 def ids(count: int, seed: int) -> torch.Tensor:
