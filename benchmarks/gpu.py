@@ -27,7 +27,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvreuse as kr
-from benchmarks.shapes import SHAPES, RandomModel, does_not_fit, random_prompt
+from benchmarks.random_models import SHAPES, RandomModel, does_not_fit, random_prompt
 from benchmarks.tables import stage_table, timed_stages
 from experiments.environment import COMMIT, processor, versions
 

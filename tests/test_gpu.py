@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import kvreuse as kr
 from benchmarks import gpu
-from benchmarks.shapes import SHAPES, RandomModel, does_not_fit, random_prompt
+from benchmarks.random_models import SHAPES, RandomModel, does_not_fit, random_prompt
 from kvreuse import compat
 from kvreuse.blend.cache import BlendLayer
 from kvreuse.blend.index import Index
