@@ -66,7 +66,7 @@ FIG02 = Experiment(
     name="fig02",
     shows="quality against the number of retrieved 128-token chunks: full recompute and full reuse.",
     section="CacheBlend 3.2, 3.3",
-    cost="half a minute a case",
+    cost="a minute a case",
     methods=(kr.FullRecompute(), kr.FullReuse(context="bare"), kr.FullReuse(context="prefix")),
     draw=draw,
     datasets=("musique", "2wikimqa"),

@@ -13,7 +13,7 @@ FIG13 = Experiment(
     name="fig13",
     shows="quality against TTFT of CacheBlend, MapReduce and MapRerank, map passes included.",
     section="CacheBlend 7.2",
-    cost="1 min a case",
+    cost="40 s a case",
     methods=(
         kr.FullRecompute(),
         kr.FullReuse(context="bare"),

@@ -106,6 +106,10 @@ def test_the_ratio_is_the_larger_of_r_star_and_equal_delay():
     assert c.choose_ratio(2000, "tape") == 1.0
     assert replace(c, min_ratio=0.3).choose_ratio(2000, "hdd") == 0.3
     assert replace(c, formula="paper").choose_ratio(2000, "hdd") == pytest.approx(9.75 / 24)
+    # beside readers that slow it down, as much recompute takes longer
+    slowed = replace(c, devices=(replace(DEVICES[2], slows=1.25),))
+    assert slowed.choose_ratio(2000, "hdd") == pytest.approx((8.775 / 1.25 - 3) / 20)
+    assert slowed.choose_ratio(2000, "hdd", formula="paper") == pytest.approx(9.75 / 24)
 
 
 def test_the_device_is_the_cheapest_that_hides_its_load():
@@ -144,6 +148,9 @@ def test_ttft_is_predicted_layer_by_layer():
     assert even.predict_ttft(2000, 0.195, "even", schedule="constant") < even.predict_ttft(2000, 0.195, "even")
     # compute-bound
     assert c.predict_ttft(2000, 0.5, "ssd") == pytest.approx(c.T_recompute(0.5, 2000))
+    slowed = replace(c, devices=(replace(DEVICES[1], slows=1.2),))
+    assert slowed.predict_ttft(2000, 0.5, "ssd") == pytest.approx(1.2 * c.T_recompute(0.5, 2000))
+    assert slowed.predict_ttft(2000, 0.5, "ssd", pipelined=False) == c.predict_ttft(2000, 0.5, "ssd", pipelined=False)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +218,7 @@ def test_interpolation():
         lambda c: DeviceProfile("x", 0.0),
         lambda c: DeviceProfile("x", math.inf),
         lambda c: DeviceProfile("x", 1.0, price_per_gb_month=-1.0),
+        lambda c: DeviceProfile("x", 1.0, slows=0.9),
         lambda c: Work(10, 0),
         lambda c: Work(10, 5, 6),
     ],
@@ -229,6 +237,9 @@ def test_json_round_trip(tmp_path):
     assert loaded == replace(CONTROLLER, min_ratio=0.2, formula="paper")
     assert hash(loaded) == hash(replace(CONTROLLER, min_ratio=0.2, formula="paper"))
     assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+    data = loaded.to_json()
+    del data["devices"][0]["slows"]  # a profile from before it was measured
+    assert kr.LoadingController.from_json(data) == loaded
 
 
 @pytest.mark.parametrize(

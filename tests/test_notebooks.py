@@ -17,7 +17,7 @@ def code_cells(notebook):
 
 
 def test_there_are_notebooks():
-    assert [path.stem[:2] for path in NOTEBOOKS][:3] == ["01", "02", "03"]
+    assert [path.stem[:2] for path in NOTEBOOKS][:4] == ["01", "02", "03", "04"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ import torch
 
 import kvreuse as kr
 from kvreuse.ragcache.corpus import Corpus
-from kvreuse.ragcache.kv import TreeCache
+from kvreuse.ragcache.kv import TensorBackend, TreeCache
 from kvreuse.ragcache.server import RagServer
 from kvreuse.ragcache.serving_types import ServedAnswer, ServerOptions
 from tests.tiny import tiny_model
@@ -278,6 +278,40 @@ def test_a_closed_server_fails_what_is_open(model: kr.ReuseModel) -> None:
     server.close()
     with pytest.raises(RuntimeError, match="closed before"):
         future.result(WAIT_S)
+
+
+def test_a_closed_server_leaves_its_tree_alone(model: kr.ReuseModel) -> None:
+    server = serve(model)
+    tree, backend = server.tree, server._books.controller.tree.backend
+    with server:
+        server.answer("question 0?")
+    server.close()  # a second time
+    assert not tree._listeners
+    assert tree.backend is not backend
+    for use in (lambda: server.submit("question 1?"), server.start):
+        with pytest.raises(RuntimeError, match="server is closed"):
+            use()
+    corpus = Corpus(model, TEXTS, system="Answer.")
+    with RagServer(model, corpus, Staged(), server.cache, ServerOptions(max_new_tokens=6)) as second:
+        assert len(tree._listeners) == 1
+        assert second.answer("question 0?").request.cached_documents == 2
+        check(model, second, {"question 1?": second.submit("question 1?")})
+    assert isinstance(tree.backend, TensorBackend)
+
+
+def test_replicas_are_renewed_by_answers_however_they_fall(model: kr.ReuseModel) -> None:
+    """Two requests that are prefilled before either is answered, then one more; its books alone, without threads."""
+    server, calls = serve(model, replicas=50_000, replicate_every=2), []
+    real, books = server.tree.replicate, server._books
+    server.tree.replicate = lambda size: calls.append(size) or real(size)  # type: ignore[func-returns-value, method-assign]
+    for group in (questions(2), ["question 9?"]):
+        for question in group:
+            request_id, _ = books.submit(question, books.corpus.question_ids(question), 6)
+            books.final(request_id, tuple(books.corpus.document(n) for n in Staged.final(question)))
+        while (work := books.plan()) is not None:
+            work.record(work.compute())
+    assert len(server.metrics.requests) == 3
+    assert calls == [50_000]
 
 
 def test_a_fault_of_the_books_stops_the_server(model: kr.ReuseModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,11 @@ from kvreuse.ragcache.systems import System
 
 POLICIES: dict[str, kr.Policy] = {"PGDSF": kr.PGDSF(), "LRU": kr.LRU(), "LFU": kr.LFU()}
 SYSTEM = "Answer from the passages."
-PROFILE_QUESTIONS = 9  # beside the workload's
+PROFILE_QUESTIONS = 25  # at most, beside the workload's
 TIMEOUT_S = 3600.0
+TIMES = ("arrived_s", "retrieved_s", "first_token_s", "finished_s")
+
+GAP_S = 1e4  # simulated idle time between segments
 
 Values = dict[str, list[float]]  # one list per quantity, a number per request
 
@@ -48,7 +51,9 @@ class CheckConfig:
         top_k, max_new_tokens: documents per question; tokens per answer at most.
         gpu_tokens, host_tokens: K/V in each tier.
         speculate: start prefills during the search.
+        segments: parts of a run; between them the server is idle while a profile is measured.
         repeats: timed rounds of a profile.
+        pause_s: idle before what a profile serves, as the server is between requests.
         seed: of order and arrivals.
         small: take the project's own small set and an embedder by words.
     """
@@ -57,7 +62,7 @@ class CheckConfig:
     requests: int = 300
     questions: int = 120
     skew: float = 0.8
-    rates: tuple[float, ...] = (1.2, 1.8)
+    rates: tuple[float, ...] = (1.2, 1.6)
     policies: tuple[str, ...] = tuple(POLICIES)
     doc_tokens: int = 48
     top_k: int = 2
@@ -67,14 +72,25 @@ class CheckConfig:
     max_batch: int = 4
     window: int = 32
     speculate: bool = False
+    segments: int = 2
     repeats: int = 2
+    pause_s: float = 0.3
     seed: int = 0
     small: bool = False
     data_dir: str | None = None
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("requests", "questions", "doc_tokens", "top_k", "max_new_tokens", "repeats", "threads"):
+        for name in (
+            "requests",
+            "questions",
+            "doc_tokens",
+            "top_k",
+            "max_new_tokens",
+            "segments",
+            "repeats",
+            "threads",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         unknown = [name for name in self.policies if name not in POLICIES]
@@ -99,9 +115,10 @@ class Check:
         self.corpus = Corpus(self.model, texts, system=SYSTEM)
         self.retriever = Retriever(embedder, IVFStages(vectors, num_stages=4), config.top_k)
         order = [q.text for q in seeded_order(every, config.seed, "check_simulator", "questions")]
-        if len(order) < PROFILE_QUESTIONS + 1:
-            raise ValueError(f"{len(order)} questions: {PROFILE_QUESTIONS + 1} at least are needed")
-        self.others, asked = order[:PROFILE_QUESTIONS], order[PROFILE_QUESTIONS:][: config.questions]
+        aside = min(PROFILE_QUESTIONS, len(order) // 3)
+        if aside < config.max_batch:
+            raise ValueError(f"{len(order)} questions: {3 * config.max_batch} at least are needed")
+        self.others, asked = order[:aside], order[aside:][: config.questions]
         rng = np.random.default_rng([config.seed, 2])
         weights = 1 / np.arange(1, len(asked) + 1) ** config.skew
         self.questions = [asked[i] for i in rng.choice(len(asked), config.requests, p=weights / weights.sum())]
@@ -138,10 +155,18 @@ class Check:
             max_batch=self.config.max_batch,
             max_new_tokens=self.config.max_new_tokens,
             repeats=self.config.repeats,
+            pause_s=self.config.pause_s,
         )
 
-    def serve(self, rate: float, policy: str, costs: MeasuredCosts) -> Values:
-        """The real server. ``iterations``: its answers' tokens, the end token counted."""
+    def segment(self, number: int) -> int:
+        """Of which part of a run a request is."""
+        return number * self.config.segments // self.config.requests
+
+    def serve(self, rate: float, policy: str, costs: MeasuredCosts) -> tuple[Values, list[MeasuredCosts]]:
+        """The real server, and the profiles between its segments. ``iterations``: tokens, the end token counted.
+
+        Times are as if segments followed each other without the profile between them.
+        """
         config = self.config
         tokens = config.gpu_tokens * self.token_bytes, config.host_tokens * self.token_bytes
         cache = TreeCache(
@@ -153,36 +178,43 @@ class Check:
             window=config.window,
             speculate=config.speculate,
         )
+        arrivals = self.arrivals(rate)
         futures: list[Future[ServedAnswer]] = []
+        profiles: list[MeasuredCosts] = []
+        zeros: list[float] = []  # per segment: when the arrivals' clock stood at 0
         with kr.RagServer(self.model, self.corpus, self.retriever, cache, options) as server:
-            started = time.monotonic()
-            for at, question in zip(self.arrivals(rate), self.questions, strict=True):
-                time.sleep(max(0.0, started + at - time.monotonic()))
+            for number, question in enumerate(self.questions):
+                if self.segment(number) == len(zeros):
+                    if number:
+                        wait(futures, TIMEOUT_S)
+                        profiles.append(self.profile())
+                    zeros.append(time.monotonic() - (arrivals[number - 1] if number else 0.0))
+                time.sleep(max(0.0, zeros[-1] + arrivals[number] - time.monotonic()))
                 futures.append(server.submit(question))
             requests = [future.result(TIMEOUT_S).request for future in futures]
         server.tree.check_integrity()
-        limit = config.max_new_tokens
-        return {
-            "arrived_s": [r.arrived_s - started for r in requests],
-            "retrieved_s": [(r.retrieved_s or 0.0) - started for r in requests],
-            "first_token_s": [(r.first_token_s or 0.0) - started for r in requests],
-            "finished_s": [(r.finished_s or 0.0) - started for r in requests],
-            "cached_tokens": [r.cached_tokens for r in requests],
-            "hit_documents": [r.cached_documents for r in requests],
-            "iterations": [r.num_tokens if r.num_tokens == limit else r.num_tokens + 1 for r in requests],
+        values: Values = {
+            name: [(getattr(r, name) or 0.0) - zeros[self.segment(n)] for n, r in enumerate(requests)] for name in TIMES
         }
+        limit = config.max_new_tokens
+        values["cached_tokens"] = [r.cached_tokens for r in requests]
+        values["hit_documents"] = [r.cached_documents for r in requests]
+        values["iterations"] = [r.num_tokens if r.num_tokens == limit else r.num_tokens + 1 for r in requests]
+        return values, profiles
 
     def simulate(self, rate: float, policy: str, costs: MeasuredCosts, iterations: Sequence[float]) -> Values:
         """The simulator on the same requests. Of the real run it gets the lengths of the answers, nothing else."""
         asked = [
             Request(
-                at,
+                at + GAP_S * self.segment(number),
                 self._found[question][-1],
                 self.corpus.question_ids(question).numel(),
                 int(tokens),
                 tuple(self._found[question]),
             )
-            for at, question, tokens in zip(self.arrivals(rate), self.questions, iterations, strict=True)
+            for number, (at, question, tokens) in enumerate(
+                zip(self.arrivals(rate), self.questions, iterations, strict=True)
+            )
         ]
         simulator = Simulator(
             costs,
@@ -194,8 +226,9 @@ class Check:
             max_nodes=None,
         )
         result = simulator.run(Requests.of(asked))
-        names = ("arrived_s", "retrieved_s", "first_token_s", "finished_s", "cached_tokens", "hit_documents")
-        return {name: getattr(result, name).tolist() for name in names}
+        gaps = GAP_S * np.array([self.segment(number) for number in range(len(asked))])
+        values: Values = {name: (getattr(result, name) - gaps).tolist() for name in TIMES}
+        return values | {name: getattr(result, name).tolist() for name in ("cached_tokens", "hit_documents")}
 
     def header(self) -> dict[str, Any]:
         """What the table says about the workload."""

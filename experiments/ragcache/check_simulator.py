@@ -65,14 +65,15 @@ def run_check(config: CheckConfig, folder: Path, force: bool = False) -> Path:
                     continue
                 before = profile or check.profile()
                 say(f"{cell}: the server, about {config.requests / rate:.0f} s")
-                real = check.serve(rate, policy, before)
+                real, between = check.serve(rate, policy, before)
                 profile = check.profile()
-                costs = MeasuredCosts.mean([before, profile])
+                profiles = [before, *between, profile]
+                costs = MeasuredCosts.mean(profiles)
                 simulated = check.simulate(rate, policy, costs, real["iterations"])
-                profiles = [before.record(), profile.record()]
                 common = {"case_id": cell, "rate": rate, "policy": policy}
                 writer.write({**common, "method": "server", "values": real})
-                writer.write({**common, "method": "simulator", "values": simulated, "profiles": profiles})
+                records = [p.record() for p in profiles]
+                writer.write({**common, "method": "simulator", "values": simulated, "profiles": records})
         return writer.finish()
 
 
@@ -86,7 +87,7 @@ class _Figure:
     """What is written of the records, and the line of the list of figures."""
 
     name: str = NAME
-    about: str = "the simulator's TTFT and hit rates against the real server's. [RAGCache 7; 25 minutes, not in `all`]"
+    about: str = "the simulator's TTFT and hit rates against the real server's. [RAGCache 7; 30 minutes, not in `all`]"
     tabulate: Callable[[Results], tuple[pd.DataFrame, str]] = tabulate
     draw: Callable[[Results], Figure] = draw
 
@@ -101,7 +102,7 @@ def check_app() -> typer.Typer:
         model: Annotated[str, typer.Option(help="demo, a hub id or a folder")] = "demo",
         data_dir: options.DataDir = None,
         requests: Annotated[int | None, typer.Option(help="of each run [300]")] = None,
-        rates: Annotated[str | None, typer.Option(help="requests per second [1.2,1.8]")] = None,
+        rates: Annotated[str | None, typer.Option(help="requests per second [1.2,1.6]")] = None,
         policies: Annotated[str | None, typer.Option(help=f"some of {','.join(POLICIES)}")] = None,
         speculate: Annotated[bool, typer.Option("--speculate", help="start prefills during the search")] = False,
         threads: Annotated[int, typer.Option(help="threads of PyTorch")] = 1,
@@ -152,8 +153,15 @@ def _config(
     small = smoke and data_dir is None
     defaults: dict[str, Any] = {}
     if smoke:
-        defaults = {"requests": 6, "questions": 4, "rates": (2.0,), "policies": ("PGDSF", "LRU"), "repeats": 1}
-        defaults |= {"gpu_tokens": 300, "host_tokens": 300}
+        defaults = {
+            "requests": 6,
+            "questions": 4,
+            "rates": (2.0,),
+            "policies": ("PGDSF", "LRU"),
+            "repeats": 1,
+            "segments": 2,
+        }
+        defaults |= {"gpu_tokens": 300, "host_tokens": 300, "pause_s": 0.0}
     chosen = {**defaults, **{k: v for k, v in given.items() if v is not None}}
     return CheckConfig(
         model=model,

@@ -15,7 +15,7 @@ FIG14 = SimulatedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 7.1",
-    cost="a minute and a half; the first time half an hour, for embeddings",
+    cost="a minute; the first time half an hour, for embeddings",
     requests=600,
     datasets=("nq",),
 )

@@ -126,7 +126,7 @@ FIG17 = SimulatedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 7.3",
-    cost="a minute and a half; the first time half an hour, for embeddings",
+    cost="two minutes; the first time half an hour, for embeddings",
 )
 
 if __name__ == "__main__":

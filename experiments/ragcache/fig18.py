@@ -106,7 +106,7 @@ FIG18 = SimulatedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 7.3",
-    cost="half a minute; the first time half an hour, for embeddings",
+    cost="40 s; the first time half an hour, for embeddings",
 )
 
 if __name__ == "__main__":

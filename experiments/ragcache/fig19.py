@@ -118,7 +118,7 @@ FIG19 = SimulatedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 7.3",
-    cost="a minute; the first time half an hour, for embeddings",
+    cost="100 s; the first time half an hour, for embeddings",
     requests=600,
 )
 

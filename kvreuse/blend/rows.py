@@ -13,18 +13,23 @@ import torch.nn.functional as F
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
 _BLOCK_ROWS_CPU = 64
 _BLOCK_ROWS_GPU = 1024
+_PRODUCT_ROWS = 96  # of `_products`: tokens times the query heads that share a KV head
 _ALIGNMENT = 8  # of a mask's rows, in numbers, for PyTorch's memory-efficient attention on GPUs
 _MASKED_COST = 2.2  # measured: a masked score costs this many times a causal one
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``start:stop`` against keys ``key_start:key_stop``, with an additive mask [rows, keys]."""
+    """Rows ``start:stop`` against keys ``key_start:key_stop``.
+
+    ``mask``: additive, [rows, key_stop - mask_start]; the keys before ``mask_start`` are seen by all of these rows.
+    """
 
     start: int
     stop: int
     key_start: int
     key_stop: int
+    mask_start: int
     mask: torch.Tensor
 
 
@@ -45,7 +50,8 @@ class RowMask:
     window: int | None = None
     last_key: torch.Tensor | None = None
     return_weights: bool = False
-    _blocks: dict[torch.dtype, list[Block]] = field(default_factory=dict, init=False, repr=False)
+    _blocks: dict[Any, list[Block]] = field(default_factory=dict, init=False, repr=False)
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
 
     @property
     def _last(self) -> torch.Tensor:
@@ -70,47 +76,29 @@ class RowMask:
         n, windowed = self.rows.numel(), self.window is not None and self.window < self.num_keys
         return self.last_key is None and not windowed and bool(n == self.num_keys - int(self.rows[0]))
 
-    def blocks(self, dtype: torch.dtype) -> list[Block]:
-        """The rows in blocks with their masks, made once per selection."""
-        if dtype not in self._blocks:
-            self._blocks[dtype] = list(self._make_blocks(dtype))
-        return self._blocks[dtype]
+    def blocks(self, dtype: torch.dtype, size: int, whole: bool = True) -> list[Block]:
+        """The rows in blocks of ``size``, made once per selection; ``whole``: masks of all keys, as kernels want them.
 
-    def _make_blocks(self, dtype: torch.dtype) -> Iterator[Block]:
-        if self.rows.device.type != "cpu":
-            yield from self.aligned_blocks(dtype)
-            return
-        last = self._last.tolist()
-        for start in range(0, len(last), _BLOCK_ROWS_CPU):
-            stop = min(start + _BLOCK_ROWS_CPU, len(last))
-            key_stop = last[stop - 1] + 1
-            rows = slice(start, stop)
-            if self.window is None:  # all rows see what the first one sees: only the keys behind that differ
-                key_start = 0
-                mask = torch.zeros(stop - start, key_stop, dtype=dtype, device=self.rows.device)
-                behind = slice(last[start] + 1, key_stop)
-                mask[:, behind] = self.additive(dtype, rows, behind)
-            else:
-                key_start = max(0, last[start] - self.window + 1)
-                mask = self.additive(dtype, rows, slice(key_start, key_stop))
-            yield Block(start, stop, key_start, key_stop, mask)
-
-    def aligned_blocks(self, dtype: torch.dtype, size: int = _BLOCK_ROWS_GPU) -> Iterator[Block]:
-        """Blocks for a GPU, of ``size`` rows: each row of a mask starts at a multiple of 8 numbers.
-
-        Its memory-efficient kernel takes such a mask as it is; others PyTorch copies to aligned ones in every layer.
+        Masks stand at multiples of 8 numbers: what does not, a GPU's memory-efficient kernel copies in every layer.
         """
+        key = (dtype, size, whole)
+        if key not in self._blocks:
+            self._blocks[key] = list(self._make_blocks(dtype, size, whole))
+        return self._blocks[key]
+
+    def _make_blocks(self, dtype: torch.dtype, size: int, whole: bool) -> Iterator[Block]:
         last = self._last.tolist()
         for start in range(0, len(last), size):
             stop = min(start + size, len(last))
             key_stop = last[stop - 1] + 1
             key_start = 0 if self.window is None else max(0, last[start] - self.window + 1)
             # Without a window all rows see what the first one sees: only the keys behind that differ.
-            differ = slice(last[start] + 1 if self.window is None else key_start, key_stop)
-            shape = stop - start, -(-(key_stop - key_start) // _ALIGNMENT) * _ALIGNMENT
-            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : key_stop - key_start]
-            mask[:, differ.start - key_start :] = self.additive(dtype, slice(start, stop), differ)
-            yield Block(start, stop, key_start, key_stop, mask)
+            differ = last[start] + 1 if self.window is None else key_start
+            mask_start = key_start if whole else differ
+            shape = stop - start, -(-(key_stop - mask_start) // _ALIGNMENT) * _ALIGNMENT
+            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : key_stop - mask_start]
+            mask[:, differ - mask_start :] = self.additive(dtype, slice(start, stop), slice(differ, key_stop))
+            yield Block(start, stop, key_start, key_stop, mask_start, mask)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D]; returns [B, H, n, D]."""
@@ -123,17 +111,51 @@ class RowMask:
                 square, key, value, is_causal=n > 1, scale=scale, enable_gqa=groups > 1
             )
             return out[:, :, skipped:]
+        if query.device.type == "cpu" and query.dtype == torch.float32:
+            return self._products(query, key, value, scale)
         # The query heads that share a KV head become the batch, over which keys, values and mask repeat without copies.
         batch, kv_heads = key.shape[:2]
         folded = query.unflatten(1, (kv_heads, groups)).permute(2, 0, 1, 3, 4).flatten(0, 1)
         keys, values = (t[None].expand(groups, -1, -1, -1, -1).flatten(0, 1) for t in (key, value))
         out = query.new_empty(groups * batch, kv_heads, n, value.shape[-1])
-        for block in self.blocks(query.dtype):
+        for block in self.blocks(query.dtype, _BLOCK_ROWS_CPU if query.device.type == "cpu" else _BLOCK_ROWS_GPU):
             rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
             out[:, :, rows] = F.scaled_dot_product_attention(
                 folded[:, :, rows], keys[:, :, seen], values[:, :, seen], attn_mask=block.mask, scale=scale
             )
         return out.unflatten(0, (groups, batch)).permute(1, 2, 0, 3, 4).flatten(1, 2)
+
+    def _products(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """As two matrix products and a softmax for a block of rows at a time.
+
+        PyTorch's fused CPU kernel tiles short queries in 32 rows, which keeps its products from their best rate
+        (docs/performance.md). The query heads that share a KV head become rows: no key is copied.
+        """
+        batch, kv_heads = key.shape[:2]
+        n, dim, groups = query.shape[2], value.shape[-1], query.shape[1] // kv_heads
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        folded = (query * scale).unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(0, 1)  # [B H_kv, n, G, D]
+        keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+        out = query.new_empty(batch, n, kv_heads, groups, dim)
+        for block in self.blocks(query.dtype, max(1, _PRODUCT_ROWS // groups), whole=False):
+            rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
+            part = folded[:, rows].flatten(1, 2)
+            scores = torch.bmm(part, keys[:, :, seen], out=self._scratch(part, block.key_stop - block.key_start))
+            differ = block.mask_start - block.key_start
+            scores.unflatten(1, (-1, groups))[..., differ:].add_(block.mask[:, None])
+            torch.softmax(scores, dim=-1, out=scores)
+            part = (scores @ values[:, seen]).view(batch, kv_heads, -1, groups, dim)
+            out[:, rows] = part.transpose(1, 2)
+        return out.flatten(2, 3).transpose(1, 2)
+
+    def _scratch(self, query: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """[B, rows, num_keys] for the scores of ``query`` [B, rows, D], the same memory for every block and layer."""
+        size = query.shape[0] * query.shape[1] * num_keys
+        if self._buffer.numel() < size:
+            self._buffer.resize_(query.shape[0] * query.shape[1] * self.num_keys)
+        return self._buffer[:size].view(*query.shape[:2], num_keys)
 
     def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention weights [B, H, n, S] in fp32."""

@@ -41,7 +41,7 @@ class Books(Planner[model_side.Sequence]):
         self.metrics = ServingMetrics()
         self.jobs: dict[int, Job] = {}
         self.error: BaseException | None = None  # a fault of the program's own
-        self._submitted = 0
+        self._submitted = self._answered = 0
         self._lost: deque[model_side.Sequence] = deque()  # prefilled, but the batch they were in is gone
         self._step_s = 0.0
 
@@ -132,7 +132,8 @@ class Books(Planner[model_side.Sequence]):
         tokens = job.sequence.tokens
         text = self.model.decode(tokens).strip() if self.model.tokenizer is not None else ""
         self.metrics.answered(request, tree)
-        if self.options.replicas and tree.now % self.options.replicate_every == 0:
+        self._answered += 1
+        if self.options.replicas and self._answered % self.options.replicate_every == 0:
             self.metrics.counts["replicated_bytes"] += tree.replicate(self.options.replicas)
         documents = [self.corpus.number(d) for d in request.documents]
         job.future.set_result(ServedAnswer(text, list(tokens), documents, request))

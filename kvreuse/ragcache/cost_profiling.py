@@ -1,7 +1,9 @@
 """`measure_costs`: what a `RagServer` of this model on this machine takes for everything it does.
 
 Prefills and decode steps are timed on grids. The server's own books then serve a few requests, and what an iteration
-takes beyond the grids is its overhead: decisions, K/V copied into the batch, everything else.
+takes beyond the grids is its overhead: decisions, K/V copied into the batch, everything else. The grids are timed both
+before and after that, for a machine's speed drifts. A server that waits for requests finds its processor asleep:
+searches and served requests may be timed behind a pause.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,8 @@ from kvreuse.ragcache.speculative import Speculator
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
 
+Table = tuple[tuple[float, ...], ...]
+
 
 def measure_costs(
     model: ReuseModel,
@@ -45,6 +50,7 @@ def measure_costs(
     max_batch: int = 4,
     max_new_tokens: int = 6,
     repeats: int = 2,
+    pause_s: float = 0.0,
 ) -> MeasuredCosts:
     """Measure all costs; takes about as long as ``len(questions)`` requests and ``repeats`` + 1 rounds over the grid.
 
@@ -55,37 +61,56 @@ def measure_costs(
         lengths: tokens of the decoding sequences.
         max_batch: sequences that decode together.
         max_new_tokens: of the answers that are served.
-        repeats: timed rounds.
+        repeats: timed rounds over the grids before and after the questions are served, half of them each.
+        pause_s: idle before every search and every batch that is served, as at a rate that leaves the server idle.
 
     Raises:
         ValueError: too few questions, or a grid that does not fit.
     """
     if len(questions) < max_batch:
         raise ValueError(f"{len(questions)} questions: a batch of max_batch={max_batch} needs as many")
-    prefill = CostProfiler.measure(model, cached_tokens, new_tokens, repeats)
-    step = _step_table(model, tuple(lengths), max_batch, 2 + repeats)
+    rounds = -(-repeats // 2)
+
+    def grids() -> tuple[CostProfiler, StepTable]:
+        prefill = CostProfiler.measure(model, cached_tokens, new_tokens, rounds)
+        return prefill, _step_table(model, tuple(lengths), max_batch, 2 + rounds)
+
+    before = grids()
     keep, to_gpu, to_host = _copying(model, max(lengths), repeats)
-    searches = [_search(retriever, question) for question in questions]
-    served = _Overheads(model, corpus, ServerOptions(max_new_tokens=max_new_tokens, max_batch=max_batch), prefill, step)
+    searches = [_search(retriever, question, pause_s) for question in questions]
+    served = _Served(model, corpus, ServerOptions(max_new_tokens=max_new_tokens, max_batch=max_batch), before[0])
     found = [(question, documents) for question, (documents, _) in zip(questions, searches, strict=True)]
     served.serve(found[:1])  # warm-up
     served.forget()
     for start in range(0, len(found), max_batch):
+        time.sleep(pause_s)
         served.serve(found[start : start + max_batch])
     stages = zip(*(seconds for _, seconds in searches[1:] or searches), strict=True)
-    by_rows = {rows: statistics.median(values) for rows, values in sorted(served.prefills.items())}
+    after = grids()
+    prefill = replace(before[0], seconds=_mean(before[0].seconds, after[0].seconds))
+    step = replace(before[1], seconds=_mean(before[1].seconds, after[1].seconds))
+    by_rows = {
+        rows: statistics.fmean(taken - prefill(*tokens) for tokens, taken in seen)
+        for rows, seen in sorted(served.prefills.items())
+    }
+    steps = [taken - step(*rows) for rows, taken in served.steps]
     return MeasuredCosts(
         prefill=prefill,
         step=step,
         prefill_overheads_s=tuple(max(0.0, by_rows.get(n, by_rows[max(by_rows)])) for n in range(max_batch)),
-        step_overhead_s=max(0.0, statistics.median(served.steps)) if served.steps else 0.0,
-        search_stage_s=tuple(statistics.median(seconds) for seconds in stages),
+        step_overhead_s=max(0.0, statistics.fmean(steps)) if steps else 0.0,
+        search_stage_s=tuple(statistics.fmean(seconds) for seconds in stages),
         keep_s_per_byte=keep,
         to_gpu_s_per_byte=to_gpu,
         to_host_s_per_byte=to_host,
         bytes_per_token=bytes_per_token(model),
         conditions=conditions(model),
     )
+
+
+def _mean(a: Table, b: Table) -> Table:
+    """Number by number."""
+    return tuple(tuple((x + y) / 2 for x, y in zip(*rows, strict=True)) for rows in zip(a, b, strict=True))
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
@@ -132,8 +157,9 @@ def _copying(model: ReuseModel, num_tokens: int, repeats: int) -> tuple[float, f
     return keep, to_gpu, to_host
 
 
-def _search(retriever: Retrieves, question: str) -> tuple[Sequence[int], list[float]]:
+def _search(retriever: Retrieves, question: str, pause_s: float) -> tuple[Sequence[int], list[float]]:
     """What is found, and the seconds of every stage."""
+    time.sleep(pause_s)
     times = [time.perf_counter()]
     found = retriever.search(question, lambda _: times.append(time.perf_counter()))
     times.append(time.perf_counter())
@@ -151,27 +177,26 @@ class _WatchedEngine(Engine):
         return super().prepare(sequence, match)
 
 
-class _Overheads:
-    """Serves requests through a server's own books, in one thread, and keeps what iterations took beyond the grids.
+class _Served:
+    """Serves requests through a server's own books, in one thread, and keeps what iterations took.
 
-    ``prefills``: by the rows of the batch that was joined; ``steps``. Seconds, without moving K/V between tiers.
+    ``prefills``: by the rows of the batch that was joined, (alpha, beta) and seconds; ``steps``: (rows, longest) and
+    seconds. Without moving K/V between tiers.
     """
 
-    def __init__(
-        self, model: ReuseModel, corpus: Corpus, options: ServerOptions, prefill: CostProfiler, step: StepTable
-    ) -> None:
+    def __init__(self, model: ReuseModel, corpus: Corpus, options: ServerOptions, prefill: CostProfiler) -> None:
         cache = TreeCache(model, corpus.prefix, cost=prefill)
         self.engine = _WatchedEngine(cache, options.max_batch)
         cache.tree.backend = TimedBackend(cache.tree.backend, self.engine.moving)
         controller = Controller(cache.tree, Speculator(enabled=False), options.window)
         self.books = Books(corpus, controller, self.engine, options, time.monotonic)
-        self.corpus, self.options, self.prefill, self.step = corpus, options, prefill, step
+        self.corpus, self.options = corpus, options
         self.forget()
 
     def forget(self) -> None:
         """Begin anew."""
-        self.prefills: dict[int, list[float]] = defaultdict(list)
-        self.steps: list[float] = []
+        self.prefills: dict[int, list[tuple[tuple[int, int], float]]] = defaultdict(list)
+        self.steps: list[tuple[tuple[int, int], float]] = []
 
     def serve(self, found: Sequence[tuple[str, Sequence[int]]]) -> None:
         """Questions with their documents, all at once."""
@@ -191,7 +216,7 @@ class _Overheads:
         work.record(work.compute())
         taken = time.perf_counter() - started - (self.engine.moving.seconds - moved)
         if work.is_step:
-            self.steps.append(taken - self.step(rows, longest))
+            self.steps.append(((rows, longest), taken))
         else:
-            self.prefills[rows].append(taken - self.prefill(*self.engine.planned))
+            self.prefills[rows].append((self.engine.planned, taken))
         return True

@@ -57,10 +57,12 @@ class RagServer:
             raise ValueError("cache was made for another model or another system prompt than model and corpus")
         engine = Engine(self.cache, self.options.max_batch)
         self.tree = self.cache.tree
-        self.tree.backend = TimedBackend(self.tree.backend, engine.moving)
+        self._backend = self.tree.backend  # the tree's own, which it gets back when the server is closed
+        self.tree.backend = TimedBackend(self._backend, engine.moving)
         speculator = Speculator(self.options.max_prefill_batch, self.options.speculate)
         controller = Controller(self.tree, speculator, self.options.window)
         self._corpus = corpus
+        self._closed = False
         self._books = Books(corpus, controller, engine, self.options, self.now)
         self._lock = threading.RLock()  # held for all but computing and searching
         self._collector = Collector() if self.options.collect_between else None
@@ -75,6 +77,7 @@ class RagServer:
 
     def start(self) -> RagServer:
         """Start the threads. If one cannot be started, the others are stopped again."""
+        self._check_open()
         try:
             if self._collector is not None:
                 self._collector.start()
@@ -86,7 +89,10 @@ class RagServer:
         return self
 
     def close(self) -> None:
-        """Stop the threads; requests that are not answered fail."""
+        """Stop the threads; requests that are not answered fail. The tree goes on without this server.
+
+        What is closed stays closed; make another server, over the same cache if you like.
+        """
         for thread in (self._watcher, self._retrieval_thread, self._model_thread):
             thread.stop()
         if self._collector is not None:
@@ -94,6 +100,10 @@ class RagServer:
         with self._lock:
             for request_id in list(self._books.jobs):
                 self._books.fail(request_id, RuntimeError("the server was closed before the request was answered"))
+            if not self._closed:
+                self._closed = True
+                self._books.controller.queue.close()
+                self.tree.backend = self._backend
 
     def __enter__(self) -> RagServer:
         return self.start()
@@ -108,13 +118,14 @@ class RagServer:
 
         Raises:
             ValueError: for an empty question or a number of tokens below 1.
-            RuntimeError: the server has stopped after a fault of its own.
+            RuntimeError: the server is closed, or has stopped after a fault of its own.
         """
         limit = self.options.max_new_tokens if max_new_tokens is None else max_new_tokens
         if limit < 1:
             raise ValueError(f"max_new_tokens={limit}: ask for at least one token")
         ids = self._corpus.question_ids(question)
         with self._lock:
+            self._check_open()
             request_id, future = self._books.submit(question, ids, limit)
         self._retrieval_thread.put(request_id, question)
         return future
@@ -144,6 +155,10 @@ class RagServer:
         self._model_thread.die = True
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the server is closed: make another one, over the same cache if you like")
 
     def _fail_late(self) -> None:
         """Requests past their deadline."""

@@ -17,7 +17,7 @@ class ServerOptions:
 
     ``max_batch``: sequences that decode together. ``max_prefill_batch``: fewer than this must wait for a speculative
     generation to start. ``window``: how often a request may be overtaken. ``replicas``: bytes of hot upper nodes kept
-    on host as well, renewed every ``replicate_every`` requests. ``iteration_timeout_s``, ``retrieval_timeout_s``: a
+    on host as well, renewed every ``replicate_every`` answers. ``iteration_timeout_s``, ``retrieval_timeout_s``: a
     prefill, decode step or search that takes longer is given up and done again, at most ``max_attempts`` times.
     ``deadline_s``: a request not answered by then fails. ``collect_between``: Python's garbage collector runs between
     iterations only, for the whole process while the server runs (`Collector`).

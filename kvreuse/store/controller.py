@@ -132,7 +132,8 @@ class LoadingController(Measured):
         reads = [num_bytes / found.bytes_per_s for num_bytes in self._layer_bytes(work, "measured", ratio)]
         if not pipelined:
             return opened + sum(reads) + total
-        return opened + pipelined_s(reads, self._layer_seconds(work, ratio, parse_schedule(schedule)))
+        layers = self._layer_seconds(work, ratio, parse_schedule(schedule))
+        return opened + pipelined_s(reads, [found.slows * layer_s for layer_s in layers])
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
@@ -140,8 +141,8 @@ class LoadingController(Measured):
         """max(r*, the ratio whose recompute takes as long as loading), at most 1; None and "memory" give r*."""
         if device is None or self.device(device).in_memory:
             return self.min_ratio
-        load_s = self.T_load(prompt, device, formula=formula)
-        return self._ratio_for(self._work(prompt), load_s, self._formula(formula))
+        behind_s = self._behind(device, self.T_load(prompt, device, formula=formula), self._formula(formula))
+        return self._ratio_for(self._work(prompt), behind_s, self._formula(formula))
 
     def choose_device(
         self, ratio: float | None = None, length: RagPrompt | int | None = None, *, formula: Formula | None = None
@@ -183,12 +184,13 @@ class LoadingController(Measured):
         if not num_bytes:
             return self.min_ratio
         self.check(model, num_bytes, fingerprint)
-        load_s = max(self.T_load(None, device, num_bytes=n) for device, n in num_bytes.items())
+        loads = [(device, self.T_load(None, device, num_bytes=n)) for device, n in num_bytes.items()]
+        behind_s = max(self._behind(device, load_s, self.formula) for device, load_s in loads)
         context = [s for s in segments if s.stop <= prompt.num_context]
         exact = sum(s.ids.numel() for s in context if s.exact and s.stored is not None)
         missing = sum(s.ids.numel() for s in context if s.stored is None)
         work = Work(prompt.num_tokens, prompt.question.numel(), exact, missing)
-        return self._ratio_for(work, load_s, self.formula)
+        return self._ratio_for(work, behind_s, self.formula)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -232,16 +234,20 @@ class LoadingController(Measured):
             for layer, share in enumerate(shares)
         ]
 
-    def _ratio_for(self, work: Work, load_s: float, formula: Formula) -> float:
-        """max(r*, r with T_recompute(r) = load_s), by bisection: T_recompute grows with r."""
+    def _behind(self, device: Device, load_s: float, formula: Formula) -> float:
+        """Seconds of recompute, by its profile from memory, that last as long as a load beside it."""
+        return load_s / self.device(device).slows if formula == "measured" else load_s
+
+    def _ratio_for(self, work: Work, behind_s: float, formula: Formula) -> float:
+        """max(r*, r with T_recompute(r) = behind_s), by bisection: T_recompute grows with r."""
         low, high = self.min_ratio, 1.0
-        if self._recompute(low, work, formula) >= load_s:
+        if self._recompute(low, work, formula) >= behind_s:
             return low
-        if self._recompute(high, work, formula) <= load_s:
+        if self._recompute(high, work, formula) <= behind_s:
             return high
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._recompute(middle, work, formula) < load_s else (low, middle)
+            low, high = (middle, high) if self._recompute(middle, work, formula) < behind_s else (low, middle)
         return high
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -123,7 +123,8 @@ class DeviceProfile:
 
     ``bytes_per_s``: of reads of one layer of one chunk, with the device's reader threads. ``open_s``: to find and open
     a chunk. ``throttle_bytes_per_s``: it was braked, to stand for a slower device. ``in_memory``: main memory, from
-    which loading is part of what the model's own profile holds.
+    which loading is part of what the model's own profile holds. ``slows``: recompute beside its reader threads takes so
+    many times as long as from memory (1: readers cost it nothing).
     """
 
     name: str
@@ -132,12 +133,15 @@ class DeviceProfile:
     price_per_gb_month: float = 0.0
     throttle_bytes_per_s: float | None = None
     in_memory: bool = False
+    slows: float = 1.0
 
     def __post_init__(self) -> None:
         if not (self.bytes_per_s > 0 and math.isfinite(self.bytes_per_s)):
             raise ValueError(f"bytes_per_s={self.bytes_per_s!r} of {self.name!r}: give a rate above 0")
         if not self.open_s >= 0 or not self.price_per_gb_month >= 0:
             raise ValueError(f"{self!r}: times and prices are 0 or more")
+        if not (self.slows >= 1 and math.isfinite(self.slows)):
+            raise ValueError(f"slows={self.slows!r} of {self.name!r}: readers make recompute no faster; give 1 or more")
 
     @property
     def label(self) -> str:
@@ -180,7 +184,8 @@ def to_json(profile: ModelProfile | DeviceProfile) -> dict[str, Any]:
 def from_json(kind: type[T], data: Any) -> T:
     """A profile from `to_json`'s values; raises ValueError for anything else."""
     names = {f.name for f in fields(kind)}
-    if not isinstance(data, dict) or set(data) != names:
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    if not isinstance(data, dict) or not needed <= set(data) <= names:
         raise ValueError(f"a {kind.__name__} has the fields {', '.join(sorted(names))}")
     return kind(**{name: _frozen(value) for name, value in data.items()})
 

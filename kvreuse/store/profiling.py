@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvreuse.results import Prefill
 
 _QUESTION = 32  # tokens
-_READ_BYTES = 1 << 26  # of a device per repeat, or more: eight chunks
+_READ_BYTES = 1 << 26  # of a device per repeat, or more: two chunks
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,12 @@ def profile_device(
 ) -> DeviceProfile:
     """Throughput of layer-wise reads through the tier and its reader threads, from a cold page cache; medians.
 
-    Chunks of the model's own shape are written to a folder of their own inside the device's, and removed.
+    Chunks of the model's own shape are written to a folder of their own inside the device's, and removed. Of a prompt
+    of three of them half is recomputed, from the device and from memory in turn, to learn what its readers cost.
     """
     os.makedirs(device.folder, exist_ok=True)
     packed = _packed(model, kv_dtype, chunk_tokens)
-    count = max(8, -(-_READ_BYTES // packed.num_bytes))
+    count = max(2, -(-_READ_BYTES // packed.num_bytes))
     with tempfile.TemporaryDirectory(prefix="profile-", dir=device.folder) as folder:
         store = KVStore(None, replace(device, folder=folder, cold=True, capacity="1TiB"), kv_dtype=kv_dtype)
         chunk = packed.load()
@@ -161,13 +162,33 @@ def profile_device(
             if not store.put(f"chunk {number}", chunk):
                 raise OSError(f"cannot profile {device.name}: there is no room in {device.folder}")
         rates, opens = zip(*(_read_all(model, store, packed.ids, count) for _ in range(repeats + 1)), strict=True)
+        slows = _slowdown(model, store, repeats, chunk_tokens)
     return DeviceProfile(
         name=device.name,
         bytes_per_s=statistics.median(rates[1:]),
         open_s=statistics.median(opens[1:]),
         price_per_gb_month=device.price_per_gb_month,
         throttle_bytes_per_s=device.throttle_bytes_per_s,
+        slows=slows,
     )
+
+
+def _slowdown(model: ReuseModel, disk: KVStore, repeats: int, chunk_tokens: int) -> float:
+    """How many times as long recompute takes beside the reader threads; waiting for them is not part of it."""
+    num_tokens = min(3 * chunk_tokens + _QUESTION + 1, model.max_context)
+    prompt = _random_prompt(model, num_tokens, chunk_tokens)
+    method = CacheBlend(ratio=0.5, schedule="constant", context="bare", selector=_Spread())
+    stores = (KVStore("64GiB", kv_dtype=disk.kv_dtype), disk)
+    for store in stores:
+        method.encode(model, prompt, store)
+    pairs = []
+    for number in range(repeats + 1):
+        seconds = {}
+        for which in ((0, 1), (1, 0))[number % 2]:
+            stages = method.prefill(model, prompt, stores[which]).trace.stages
+            seconds[which] = stages["check_s"] + stages["rotate_s"] + stages["recompute_s"]
+        pairs.append(seconds[1] / seconds[0])
+    return max(1.0, statistics.median(pairs[1:]))
 
 
 def _read_all(model: ReuseModel, store: KVStore, ids: torch.Tensor, count: int) -> tuple[float, float]:
