@@ -27,7 +27,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvreuse as kr
-from benchmarks.model_shapes import SHAPES, RandomModel, does_not_fit, random_prompt
+from benchmarks.random_models import SHAPES, RandomModel, does_not_fit, random_prompt
 from benchmarks.tables import stage_table, timed_stages
 from experiments.environment import COMMIT, processor, versions
 
@@ -186,7 +186,6 @@ def header(settings: Settings) -> dict[str, Any]:
         **asdict(settings),
         "note": "" if on_gpu else ON_CPU,
         "device": torch.cuda.get_device_name(torch.device(settings.device)) if on_gpu else settings.device,
-        "cuda": torch.version.cuda if on_gpu else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
@@ -235,7 +234,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure; after every prompt print its table and save what there is, as JSON and as Markdown beside it."""
     settings, out = parse(arguments)
-    head, cells = header(settings), []
+    head = header(settings)
+    cells: list[Cell] = []
     out.parent.mkdir(parents=True, exist_ok=True)
     print(report(head, cells))
     for cell in run(settings):

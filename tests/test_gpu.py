@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import kvreuse as kr
 from benchmarks import gpu
-from benchmarks.model_shapes import SHAPES, RandomModel, does_not_fit, random_prompt
+from benchmarks.random_models import SHAPES, RandomModel, does_not_fit, random_prompt
 from kvreuse import compat
 from kvreuse.blend.cache import BlendLayer
 from kvreuse.blend.index import Index
@@ -30,7 +30,7 @@ def test_masks_for_a_gpu_are_aligned_and_mask_the_same(rows, window):
     k, v = (torch.randn(1, 2, 200, 8, generator=g) for _ in range(2))
     mask = RowMask(torch.tensor(rows), 200, window)
     expected, stop = mask.weights(q, k, None) @ v, 0
-    for block in mask.blocks(torch.float32, size=64):
+    for block in mask.blocks(torch.float32, 64):
         assert block.start == stop
         stop = block.stop
         assert (block.mask.stride(0) % 8, block.mask.stride(1)) == (0, 1)
