@@ -47,8 +47,9 @@ NOTES = (
     "and number of cached chunks (rounds drawn at random), scaled by its length: the prefill, and what follows the "
     "first token before the server is free (K/V the cache did not have). Decoding is left out. Cache: LRU, its size a "
     "share of the tokens of all different chunks; prefix caching holds document sequences, the others chunks. The "
-    "first sixth of the requests is left out. Keeps up: the highest simulated rate at which the mean TTFT stays below "
-    f"{WITHIN:g} x full recompute's service time; >= and < where that rate lies beyond the simulated ones. "
+    "first sixth of the requests fills the cache; behind it the queue begins, empty. Keeps up: the highest simulated "
+    f"rate at which the mean TTFT stays below {WITHIN:g} x full recompute's service time; >= and < where that rate "
+    "lies beyond the simulated ones. "
     f"Means over {SEEDS} seeds (order of queries and chunks, arrivals) with 95% bootstrap intervals."
 )
 
@@ -105,7 +106,7 @@ def _queue(
     for load in LOADS:
         rate = load / full_s
         arrivals = np.array(poisson_arrivals(rate, len(sizes), seed))
-        times = (fifo_waits(arrivals, ttft + after) + ttft)[warm:]
+        times = fifo_waits(arrivals[warm:], (ttft + after)[warm:]) + ttft[warm:]
         yield {
             "case_id": f"{base['dataset']}, {base['share']}, seed {seed}",
             "method": f"{kind} at {load:.3g}",
