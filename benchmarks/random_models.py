@@ -1,110 +1,117 @@
-"""What the number of chunks and the size of a batch do to TTFT, beside what has to be computed.
-
-    python -m benchmarks.shapes [--context 1536] [--chunks 2,4,8,16] [--batches 1,2,4,8] [--repeats 3] [--threads N]
-
-Chunks: one context, cut into ever more pieces; K/V in memory. Batches: the prompts of `benchmarks.batches`, of which a
-batch is prefilled in one pass; TTFT, FLOP and floor are per request. Interleaved rounds, medians.
-"""
+"""Models of published shapes with random weights, made on the device itself: times need no trained weights."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-from typing import Any
+import gc
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvreuse as kr
-from benchmarks.batches import METHODS, prompts
-from benchmarks.flops import Costs
-from benchmarks.measured import Measured, measure
-from benchmarks.rates import Meter
-from experiments.environment import origin
-from experiments.timed import equal_chunks
+
+MAX_CONTEXT = 32768  # of all shapes: 24 chunks of 512 tokens are more than some of the published configurations take
 
 
-def whole_numbers(text: str) -> list[int]:
-    """Comma-separated whole numbers."""
-    return [int(part) for part in text.split(",")]
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes, from its published configuration; only the context is longer where that is short."""
+
+    name: str
+    model_type: Literal["llama", "mistral"]
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    rope_theta: float
+
+    def config(self) -> Any:
+        """As transformers wants it; without a sliding window."""
+        window = {"sliding_window": None} if self.model_type == "mistral" else {}
+        return AutoConfig.for_model(
+            self.model_type,
+            num_hidden_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=MAX_CONTEXT,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            tie_word_embeddings=False,
+            **window,
+        )
+
+    @property
+    def kv_size(self) -> int:
+        """Width of a layer's keys, and of its values."""
+        return self.hidden_size // self.num_heads * self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Embedding and head, projections, MLP, norms."""
+        per_layer = 2 * self.hidden_size * (self.hidden_size + self.kv_size + 1)
+        per_layer += 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * per_layer + self.hidden_size * (2 * self.vocab_size + 1)
+
+    def needed_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Weights, and about what a prefill of ``num_tokens`` takes beside them.
+
+        Its K/V three times (buffers, layers on their way, a copy) and eight tensors as wide as the MLP.
+        """
+        kv = 2 * self.num_layers * self.kv_size * num_tokens
+        return itemsize * (self.num_parameters + 3 * kv + 8 * self.intermediate_size * num_tokens)
 
 
-def main() -> None:
-    """Measure both, print a table each, save the rounds as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    parser.add_argument("--context", type=int, default=1536, help="tokens of all chunks together")
-    parser.add_argument("--chunks", type=whole_numbers, default=[2, 4, 8, 16])
-    parser.add_argument("--batches", type=whole_numbers, default=[1, 2, 4, 8])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/shapes.json"))
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    model = kr.load_model(args.model, device=args.device, dtype=args.dtype)
-    costs = Costs.of(model)
-    by_chunks, by_batch = _by_chunks(args, model, costs), _by_batch(args, model, costs)
-    header = {"context": args.context, "methods": [repr(m) for m in METHODS], **origin(args.model, model)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    saved = {"header": header}
-    for name, found in (("chunks", by_chunks), ("batch", by_batch)):
-        saved[name] = {str(size): m.as_json() for size, m in found.items()}
-    args.out.write_text(json.dumps(saved, indent=1))
-    print(json.dumps(header))
-    print(table("chunks", by_chunks), end="\n\n")
-    print(table("batch", by_batch, per_request=True))
-    print(f"rounds saved to {args.out}")
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("mistral-7b", "mistral", 32, 4096, 14336, 32, 8, 32000, 1e6),
+        Shape("llama-3-8b", "llama", 32, 4096, 14336, 32, 8, 128256, 5e5),
+        Shape("yi-34b", "llama", 60, 7168, 20480, 56, 8, 64000, 5e6),
+        Shape("tiny", "llama", 4, 128, 256, 4, 2, 512, 1e4),
+    )
+}
 
 
-def _by_chunks(args: argparse.Namespace, model: kr.ReuseModel, costs: Costs) -> dict[int, Measured]:
-    found = {}
-    for count in tqdm(args.chunks, desc="chunks"):
-        prompt, _ = equal_chunks(model, count, args.context // count, data_dir=args.data_dir)
-        found[count] = _measure(args, model, costs, prompt, prompt.num_tokens)
-    return found
+class RandomModel(kr.ReuseModel):
+    """A shape with random weights, the same for the same shape, device and type; never in another type on the way."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        with device:
+            hf = AutoModelForCausalLM.from_config(shape.config(), attn_implementation="sdpa", dtype=dtype)
+        super().__init__(hf, name=shape.name)
+        self._made_of = hashlib.sha256(f"{shape!r}, {device}, {dtype}, seed 0".encode()).hexdigest()
+
+    def fingerprint(self) -> str:
+        """By what the weights are made of: to hash 69 GB of them would take longer than what is timed."""
+        return self._made_of
 
 
-def _by_batch(args: argparse.Namespace, model: kr.ReuseModel, costs: Costs) -> dict[int, Measured]:
-    found = {}
-    for size in tqdm(args.batches, desc="batches"):
-        batch = prompts(size)
-        found[size] = _measure(args, model, costs, batch, batch[0].num_tokens)
-    return found
+def does_not_fit(shape: Shape, num_tokens: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the GPU's free memory is too little for a shape; None where it is enough, or where no GPU is asked."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    needed = shape.needed_bytes(num_tokens, dtype.itemsize)
+    if needed <= free:
+        return None
+    return f"needs about {needed / 1e9:.0f} GB, {free / 1e9:.0f} of the GPU's {total / 1e9:.0f} GB are free"
 
 
-def _measure(args: argparse.Namespace, model: kr.ReuseModel, costs: Costs, what: Any, num_tokens: int) -> Measured:
-    """A prompt or a batch, warmed up."""
-    store = kr.KVStore("8GiB")
+def random_prompt(shape: Shape, num_chunks: int, chunk_tokens: int, around: int = 32) -> kr.RagPrompt:
+    """Random ids: a prefix and a question of ``around`` tokens each, equal chunks between them.
 
-    def run(method: kr.ReuseMethod) -> kr.Prefill | kr.BatchPrefill:
-        return method.prefill(model, what, store)
-
-    for method in METHODS:
-        method.encode(model, what, store)
-        run(method)
-    return measure(METHODS, run, costs, Meter(model, num_tokens), args.repeats)
-
-
-def table(name: str, found: dict[int, Measured], per_request: bool = False) -> str:
-    """A row per size: per method seconds by the meter's clock, FLOP, and the fraction of the floor reached."""
-    each = ", per request" if per_request else ""
-    heads = [f"{m.label} s{each} (GFLOP; of floor)" for m in METHODS]
-    lines = [f"| {name} | " + " | ".join(heads) + " | CacheBlend's speed-up |", "|---|" + "---|" * (len(heads) + 1)]
-    for size, m in found.items():
-        share = size if per_request else 1
-        cells = []
-        for method in map(repr, METHODS):
-            flops = m.work[method].flops / share / 1e9
-            cells.append(f"{m.taken_s(method) / share:.3g} ({flops:.0f}; {m.reached(method):.0%})")
-        gain = m.speed_up(repr(METHODS[-1]), repr(METHODS[0]))
-        lines.append(f"| {size} | " + " | ".join([*cells, f"{gain:.2f}"]) + " |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()
+    The first chunks of a longer prompt are those of a shorter one.
+    """
+    g = torch.Generator().manual_seed(0)
+    lengths = [around, around, *[chunk_tokens] * num_chunks]
+    prefix, question, *chunks = (torch.randint(3, shape.vocab_size, (n,), generator=g) for n in lengths)
+    return kr.RagPrompt(prefix, chunks, question)
