@@ -49,7 +49,7 @@ def draw(data: dict[str, Any]) -> Figure:
 
 def _over_length(axes: Axes, names: list[str], measured: list[tuple[int, Measured]]) -> None:
     tokens = [t for t, _ in measured]
-    for name in names:
+    for name in sorted(names, key=lambda name: ratio_of(name) is None):  # blends first: single marks lie on top
         kind = name.split("(", 1)[0]
         colour, marker = style_of(name)
         ttft = [m.taken_s(name) for _, m in measured]
