@@ -158,7 +158,7 @@ FIG02 = TimedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 3.1",
-    cost="3 minutes",
+    cost="a minute and a half",
     repeats=3,
 )
 

@@ -152,7 +152,7 @@ FIG04 = TimedExperiment(
     tabulate=tabulate,
     draw=draw,
     section="RAGCache 3.2",
-    cost="2 minutes",
+    cost="two and a half minutes",
     repeats=5,
 )
 
