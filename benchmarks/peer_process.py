@@ -36,7 +36,7 @@ class PeerProcess:
             )
 
     def ask(self, do: str, timeout_s: float = 600.0, **message: Any) -> dict[str, Any]:
-        """Its reply, and in ``waited_s`` the wall-clock seconds from the request to the reply.
+        """Its reply; ``waited_s``: wall-clock seconds from request to reply; ``used_s``: processor seconds it took.
 
         Raises:
             PeerUnavailable: it failed, died, or took longer than ``timeout_s`` (and was stopped).
@@ -65,7 +65,7 @@ class PeerProcess:
         self._cpu_s = after_s
         if "error" in reply:
             raise PeerUnavailable(f"{do}: {reply['error']}")
-        return {**reply, "waited_s": waited_s}
+        return {**reply, "waited_s": waited_s, "used_s": after_s - before_s}
 
     def close(self) -> None:
         """End it."""

@@ -6,7 +6,7 @@
 transformers' full prefill is the reference and kvreuse's own methods are always there. Every peer sees the chunks once;
 then, per round, it gets them in an order that is new (situation "new order"), and more questions about that very order
 ("same prefix"). Timed by this process from the request to the reply that the first token is known: what a user waits
-for, whatever the peer counts. One peer works at a time, in rotating order, on one thread; the others wait. Then, not
+for, whatever the peer counts; beside it the processor seconds that the worker used. One peer works at a time, in rotating order, on one thread; the others wait. Then, not
 timed, up to 16 greedy tokens and, where the peer gives them, the log-probabilities of the first: KL is to the
 reference's, in nats. Times are medians over rounds, ratios medians of the rounds' own ratios to the reference.
 
@@ -124,7 +124,7 @@ def _turn(
             "situation": SAME_PREFIX if question else NEW_ORDER,
             "peer": process.name,
             "method": method,
-            **{key: timed[key] for key in ("waited_s", "inside_s", "reported_s")},
+            **{key: timed[key] for key in ("waited_s", "inside_s", "used_s", "reported_s")},
             "answer": text.strip(),
             "again": answer["again"],
         }
@@ -144,29 +144,33 @@ def _with_kl(replies: list[Reply]) -> list[Record]:
 
 
 def table(measured: Measured) -> str:
-    """A row per method: both situations' seconds, ratio to the reference, KL, and answers equal to the reference's."""
-    columns = [f"{s}: {what}" for s in SITUATIONS for what in ("s", "of full prefill", "KL", "same answer")]
-    lines = ["| peer | method | " + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
+    """A table per situation: seconds, their ratio to the reference, processor time's, KL, equal answers."""
     reference = {_key(r): r for r in measured.records if (r["peer"], r["method"]) == REFERENCE}
-    for peer, method in dict.fromkeys((r["peer"], r["method"]) for r in measured.records):
-        own = [r for r in measured.records if (r["peer"], r["method"]) == (peer, method)]
-        cells = [cell for s in SITUATIONS for cell in _cells([r for r in own if r["situation"] == s], reference)]
-        lines.append(f"| {peer} | {method} | " + " | ".join(cells) + " |")
+    heads = ("peer", "method", "s", "of full prefill", "by processor time", "KL, nats", "same answer", "it reports, s")
+    lines: list[str] = []
+    for situation in SITUATIONS:
+        lines += [f"{situation}:", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        for peer, method in dict.fromkeys((r["peer"], r["method"]) for r in measured.records):
+            own = [r for r in measured.records if (r["peer"], r["method"], r["situation"]) == (peer, method, situation)]
+            pairs = [(r, reference[_key(r)]) for r in own if _key(r) in reference]
+            lines.append("| " + " | ".join([peer, method, *_cells(pairs)]) + " |")
+        lines.append("")
     return "\n".join(lines + [f"{peer} failed: {error}" for peer, error in measured.unavailable.items()])
 
 
-def _cells(own: Sequence[Record], reference: dict[Any, Record]) -> list[str]:
-    pairs = [(r, reference[_key(r)]) for r in own if _key(r) in reference]
+def _cells(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
+    """Of one method's records, each beside the reference's on the same prompt."""
     if not pairs:
-        return ["n/a"] * 4
-    ratio = statistics.median(r["waited_s"] / full["waited_s"] for r, full in pairs)
+        return ["n/a"] * 6
     divergences = [r["kl"] for r, _ in pairs if r["kl"] is not None]
-    same = sum(r["answer"] == full["answer"] for r, full in pairs)
+    reported = [r["reported_s"] for r, _ in pairs if r["reported_s"] is not None]
     return [
         f"{statistics.median(r['waited_s'] for r, _ in pairs):.2f}",
-        f"{ratio:.3f}",
+        f"{statistics.median(r['waited_s'] / full['waited_s'] for r, full in pairs):.3f}",
+        f"{statistics.median(r['used_s'] / full['used_s'] for r, full in pairs):.3f}",
         f"{statistics.mean(divergences):.4f}" if divergences else "n/a",
-        f"{same} of {len(pairs)}",
+        f"{sum(r['answer'] == full['answer'] for r, full in pairs)} of {len(pairs)}",
+        f"{statistics.median(reported):.2f}" if reported else "n/a",
     ]
 
 

@@ -46,7 +46,7 @@ class Prompt:
 class Answer:
     """Greedy continuation, as ids or as text; log-probabilities of the first token over the vocabulary, if there are.
 
-    ``again``: the peer had to serve the prompt once more to give them, from whatever it had cached by then.
+    ``again``: the prompt was served once more for the log-probabilities, from whatever was cached by then.
     """
 
     token_ids: list[int] | None = None
