@@ -6,9 +6,10 @@
 transformers' full prefill is the reference and kvreuse's own methods are always there. Every peer sees the chunks once;
 then, per round, it gets them in an order that is new (situation "new order"), and more questions about that very order
 ("same prefix"). Timed by this process from the request to the reply that the first token is known: what a user waits
-for, whatever the peer counts; beside it the processor seconds that the worker used. One peer works at a time, in rotating order, on one thread; the others wait. Then, not
-timed, up to 16 greedy tokens and, where the peer gives them, the log-probabilities of the first: KL is to the
-reference's, in nats. Times are medians over rounds, ratios medians of the rounds' own ratios to the reference.
+for, whatever the peer counts; beside it the processor seconds that the worker used. One peer works at a time, in
+rotating order, on one thread; the others wait. Then, not timed, up to 16 greedy tokens and, where the peer gives them,
+the log-probabilities of the first: KL is to the reference's, in nats. Times are medians over rounds, ratios medians of
+the rounds' own ratios to the reference.
 
 Environments are made on first use under the user's cache (several GB). A peer that cannot be had is listed with its
 error.
@@ -124,9 +125,9 @@ def _turn(
             "situation": SAME_PREFIX if question else NEW_ORDER,
             "peer": process.name,
             "method": method,
-            **{key: timed[key] for key in ("waited_s", "inside_s", "used_s", "reported_s")},
+            **{key: timed[key] for key in ("waited_s", "inside_s", "used_s")},
             "answer": text.strip(),
-            "again": answer["again"],
+            **{key: answer[key] for key in ("again", "reported_s")},
         }
         row = answer["logprobs"]
         replies.append((record, None if row is None else torch.tensor([unpack(row)])))

@@ -26,7 +26,7 @@ class Fake(Worker):
             threading.Thread(target=self._spin, daemon=True).start()
         return self.methods
 
-    def first(self, method: str, prompt: Prompt) -> float | None:
+    def first(self, method: str, prompt: Prompt) -> None:
         self.served += 1
         self.prompt = prompt
         if self.behaviour == "sleeps":
@@ -38,12 +38,11 @@ class Fake(Worker):
             os._exit(3)
         if self.behaviour == "hangs":
             time.sleep(60)
-        return 0.001
 
     def answer(self, method: str, max_new_tokens: int) -> Answer:
         if self.behaviour == "text":
             return Answer(text=" ".join(map(str, self.prompt.chunks[0])), again=True)
-        return Answer(token_ids=self.prompt.chunks[0], logprobs=[math.log(p) for p in ROWS[self.row]])
+        return Answer(token_ids=self.prompt.chunks[0], logprobs=[math.log(p) for p in ROWS[self.row]], reported_s=0.125)
 
     def _spin(self) -> None:
         until = time.perf_counter() + 5

@@ -62,7 +62,7 @@ def test_every_method_gets_every_prompt_and_is_compared_on_it(fake):
     new, same = (part.splitlines()[2:6] for part in table(measured).split(" it reports, s |")[1:])
     assert [line.split(" | ")[:2] for line in new] == [[f"| {peer}", method] for peer, method in methods]
     for lines in (new, same):
-        assert "| 1.000 | 1.000 | 0.0000 | 3 of 3 | 0.00 |" in lines[0]
+        assert "| 1.000 | 1.000 | 0.0000 | 3 of 3 | 0.12 |" in lines[0]
         assert f"| {kl:.4f} | 3 of 3 |" in lines[2]
         assert "| n/a | 3 of 3 |" in lines[3]
 

@@ -49,7 +49,7 @@ class KVBoost(Worker):
             raise RuntimeError("this prompt's text is tokenized otherwise than its ids")
         logits = torch.as_tensor(self.result.first_token_logits)[None]
         text = self.engine.generate(self.text, max_new_tokens=max_new_tokens).output_text
-        return Answer(text=text, logprobs=hf.logprobs_of(logits))
+        return Answer(text=text, logprobs=hf.logprobs_of(logits), reported_s=self.result.ttft_ms / 1e3)
 
     def _generate(self, known: threading.Event) -> None:
         try:

@@ -27,15 +27,15 @@ class KVReuse(Worker):
         self.methods[method].encode(self.model, _rag(prompt), self.stores[method])  # type: ignore[arg-type]
         self.first(method, prompt)
 
-    def first(self, method: str, prompt: Prompt) -> float:
-        result = self.methods[method].prefill(self.model, _rag(prompt), self.stores[method])  # type: ignore[arg-type]
-        self.results[method] = result
-        return result.ttft_s
+    def first(self, method: str, prompt: Prompt) -> None:
+        store = self.stores[method]
+        self.results[method] = self.methods[method].prefill(self.model, _rag(prompt), store)  # type: ignore[arg-type]
 
     def answer(self, method: str, max_new_tokens: int) -> Answer:
         result = self.results[method]
         tokens = self.model.generate(result, max_new_tokens).token_ids
-        return Answer(token_ids=tokens, logprobs=result.logits[0].float().log_softmax(dim=-1).tolist())
+        logprobs = result.logits[0].float().log_softmax(dim=-1).tolist()
+        return Answer(token_ids=tokens, logprobs=logprobs, reported_s=result.ttft_s)
 
 
 def _rag(prompt: Prompt) -> kr.RagPrompt:

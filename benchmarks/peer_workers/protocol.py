@@ -47,12 +47,14 @@ class Answer:
     """Greedy continuation, as ids or as text; log-probabilities of the first token over the vocabulary, if there are.
 
     ``again``: the prompt was served once more for the log-probabilities, from whatever was cached by then.
+    ``reported_s``: the time to the first token as the peer itself gives it.
     """
 
     token_ids: list[int] | None = None
     text: str | None = None
     logprobs: Iterable[float] | None = None
     again: bool = False
+    reported_s: float | None = None
 
 
 class Worker(ABC):
@@ -69,8 +71,8 @@ class Worker(ABC):
         self.first(method, prompt)
 
     @abstractmethod
-    def first(self, method: str, prompt: Prompt) -> float | None:
-        """Go as far as the first token; the seconds that the peer itself reports for it, if it does."""
+    def first(self, method: str, prompt: Prompt) -> None:
+        """Go as far as the first token."""
 
     @abstractmethod
     def answer(self, method: str, max_new_tokens: int) -> Answer:
@@ -113,7 +115,8 @@ def _handle(worker: Worker, message: dict[str, Any]) -> dict[str, Any]:
             worker.prepare(message["method"], Prompt(**message["prompt"]))
             return {}
         case "first":
-            return {"reported_s": worker.first(message["method"], Prompt(**message["prompt"]))}
+            worker.first(message["method"], Prompt(**message["prompt"]))
+            return {}
         case "answer":
             answer = worker.answer(message["method"], message["max_new_tokens"])
             logprobs = None if answer.logprobs is None else pack(answer.logprobs)
