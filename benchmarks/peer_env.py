@@ -90,8 +90,9 @@ def python_of(peer: Peer) -> Path:
     installed.unlink(missing_ok=True)
     peer.home.mkdir(parents=True, exist_ok=True)
     print(f"installing {', '.join(peer.requirements)} into {peer.home}", file=sys.stderr, flush=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--no-compile", "--disable-pip-version-check"]
-    _run([sys.executable, "-m", "venv", "--clear", str(peer.home / "venv")], peer)
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(peer.home / "venv")], peer)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    pip += ["install", "--quiet", "--no-input", "--no-compile"]
     _run([*pip, *peer.requirements], peer)
     if peer.alone:
         _run([*pip, "--no-deps", *peer.alone], peer)
