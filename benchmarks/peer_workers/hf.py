@@ -17,6 +17,13 @@ def load_float32(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
+def cut_back(cache: Any, length: int) -> None:
+    """Leave the first ``length`` tokens; said as a number to remove, which old and new releases read alike."""
+    surplus = cache.get_seq_length() - length
+    if surplus:
+        cache.crop(-surplus)
+
+
 def logprobs_of(logits: torch.Tensor) -> list[float]:
     """Log-probabilities over the vocabulary of logits [1, V]."""
     return logits[0].float().log_softmax(dim=-1).tolist()

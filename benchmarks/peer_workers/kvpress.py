@@ -35,7 +35,7 @@ class KVPress(Worker):
             with self.press(self.model):
                 self.model(torch.tensor([self.context]), past_key_values=self.cache, logits_to_keep=1)
             self.kept = self.cache.get_seq_length()
-        self.cache.crop(self.kept)
+        hf.cut_back(self.cache, self.kept)
         start = len(self.context)
         self.position = start + len(prompt.question)
         positions = torch.arange(start, self.position)[None]

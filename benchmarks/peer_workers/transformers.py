@@ -33,7 +33,7 @@ class Transformers(Worker):
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:-1], known, strict=False)))
         cache = self.caches[method] if common else self.new_cache()
         if common:
-            cache.crop(common)
+            hf.cut_back(cache, common)
         out = self.model(torch.tensor([ids[common:]]), past_key_values=cache, logits_to_keep=1)
         self.caches[method], self.ids[method], self.logits[method] = cache, ids, out.logits[:, -1]
 
