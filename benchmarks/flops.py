@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 import kvreuse as kr
 from kvreuse.blend.cache import new_blend_cache
@@ -95,7 +94,7 @@ class Costs:
 
         with ExitStack() as stack:
             for module in model.hf.modules():
-                if _is_linear(module):
+                if isinstance(module, nn.Linear):
                     stack.enter_context(hooked(module.register_forward_hook(note)))
             every = torch.arange(_PROBE)
             RowPass(model, new_blend_cache(held), every, _PROBE, narrow=project_too, trim_last=False).run(ids)
@@ -162,18 +161,14 @@ def _checks(trace: Trace) -> bool:
     return bool(trace.ratio) and 0 < trace.num_reused == trace.selected[0].numel() - trace.num_forced
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
-
-
-def _products(calls: Iterable[tuple[nn.Module, int]]) -> Products:
+def _products(calls: Iterable[tuple[nn.Linear, int]]) -> Products:
     """From modules and the rows they ran on, of the three."""
     per_row = once = 0
     for module, rows in calls:
         if rows == _PROBE:
-            per_row += 2 * module.weight.numel()
+            per_row += 2 * module.in_features * module.out_features
         else:
-            once += 2 * rows * module.weight.numel()
+            once += 2 * rows * module.in_features * module.out_features
     return Products(per_row, once)
 
 

@@ -141,12 +141,14 @@ def _measure(
         try:
             timed.method.encode(model, prompt, store)
             result = _prefill(cell, timed, model, prompt, store)
-        except (torch.OutOfMemoryError, kr.UnsupportedModelError) as error:
+        except (RuntimeError, kr.UnsupportedModelError) as error:  # out of memory, no kernel for this type
             cell.not_run[timed.label] = f"{type(error).__name__}: {error}"
             continue
         logits = result.logits.float()
-        reference = logits if reference is None else reference
-        cell.logit_error[timed.label] = float((logits - reference).abs().max() / reference.abs().max())
+        if reference is None and isinstance(timed.method, kr.FullRecompute):
+            reference = logits
+        if reference is not None:
+            cell.logit_error[timed.label] = float((logits - reference).abs().max() / reference.abs().max())
         ready.append(timed)
     round_s = 0.0
     while ready and len(cell.rounds) < settings.repeats:
@@ -155,8 +157,12 @@ def _measure(
             break
         shift = len(cell.rounds) % len(ready)
         times: dict[str, dict[str, float]] = {}
-        for timed in ready[shift:] + ready[:shift]:
-            times[timed.label] = timed_stages(_prefill(cell, timed, model, prompt, store))
+        try:
+            for timed in ready[shift:] + ready[:shift]:
+                times[timed.label] = timed_stages(_prefill(cell, timed, model, prompt, store))
+        except RuntimeError as error:  # the rounds before it are kept
+            cell.not_run[timed.label] = f"{type(error).__name__}: {error}"
+            break
         cell.rounds.append({timed.label: times[timed.label] for timed in ready})
         round_s = time.perf_counter() - began
     if not cell.rounds:

@@ -27,7 +27,7 @@ from benchmarks.rates import Meter, clock_of
 from experiments.environment import origin
 from experiments.timed import equal_chunks
 
-VOLATILE = ("date", "command", "commit")
+VOLATILE = ("date", "command")
 
 
 def methods(ratios: list[float]) -> list[kr.ReuseMethod]:

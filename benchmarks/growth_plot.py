@@ -35,7 +35,7 @@ def draw(data: dict[str, Any]) -> Figure:
     _over_ratio(right, header["methods"], measured)
     for axes in (left, right):
         log_axis(axes, which="y")
-        axes.set_ylabel(f"TTFT ({'CPU seconds' if header['clock'] == 'process_time' else 's'}, log scale)")
+        axes.set_ylabel(f"prefill ({'CPU seconds' if header['clock'] == 'process_time' else 's'}, log scale)")
         tidy(axes)
     threads = header["threads"]
     figure.suptitle(

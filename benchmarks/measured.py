@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -108,7 +109,7 @@ def measure(
     every round.
     """
     out, clock = Measured(), meter.clock
-    begun = clock()
+    begun = time.perf_counter()
     for number in range(repeats):
         shift = number % len(methods)
         seconds: dict[str, dict[str, float]] = {}
@@ -124,7 +125,7 @@ def measure(
             del result  # its cache, before the next method makes its own
         out.rounds.append(Round(rates, seconds))
         note(number)
-        spent = clock() - begun
+        spent = time.perf_counter() - begun
         if spent + spent / (number + 1) > budget_s:
             break
     return out

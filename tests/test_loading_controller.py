@@ -110,6 +110,8 @@ def test_the_ratio_is_the_larger_of_r_star_and_equal_delay():
     slowed = replace(c, devices=(replace(DEVICES[2], slows=1.25),))
     assert slowed.choose_ratio(2000, "hdd") == pytest.approx((8.775 / 1.25 - 3) / 20)
     assert slowed.choose_ratio(2000, "hdd", formula="paper") == pytest.approx(9.75 / 24)
+    assert slowed.hides("hdd", slowed.choose_ratio(2000, "hdd"), 2000)
+    assert not slowed.hides("hdd", slowed.choose_ratio(2000, "hdd") - 0.01, 2000)
 
 
 def test_the_device_is_the_cheapest_that_hides_its_load():

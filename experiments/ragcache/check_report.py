@@ -21,7 +21,7 @@ COLOURS = {"PGDSF": "#0072B2", "LRU": "#E69F00", "LFU": "#D55E00"}
 NOTES = (
     "Both run the same requests: real questions over real retrieval, the question of rank r asked in proportion to "
     "1 / r^{skew}; arrivals are Poisson and the same for every policy. The simulator's costs are the mean of the "
-    "profiles measured in the same process before the server's run, in a pause half-way and behind it, for this "
+    "profiles measured in the same process before the server's run, in pauses of it and behind it, for this "
     "machine's speed drifts within minutes; of that run it gets the answers' lengths, nothing else. Hit rate: "
     "documents that were cached, of all that were retrieved."
 )

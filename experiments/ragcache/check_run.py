@@ -93,6 +93,8 @@ class CheckConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.segments > self.requests:
+            raise ValueError(f"segments={self.segments}: give at most as many as requests={self.requests}")
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies:
             raise ValueError(f"policies={self.policies}: choose some of {', '.join(POLICIES)}")
@@ -186,7 +188,8 @@ class Check:
             for number, question in enumerate(self.questions):
                 if self.segment(number) == len(zeros):
                     if number:
-                        wait(futures, TIMEOUT_S)
+                        if wait(futures, TIMEOUT_S).not_done:
+                            raise TimeoutError(f"requests were not answered within {TIMEOUT_S:g} s")
                         profiles.append(self.profile())
                     zeros.append(time.monotonic() - (arrivals[number - 1] if number else 0.0))
                 time.sleep(max(0.0, zeros[-1] + arrivals[number] - time.monotonic()))

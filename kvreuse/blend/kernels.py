@@ -14,6 +14,7 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
 
     PyTorch prefers cuDNN's on data centres' Hopper and Blackwell GPUs. That one builds a plan for each number of rows
     and of keys it has not seen (https://github.com/pytorch/pytorch/pull/155958), and here every layer has its own.
+    The choice is the process's: what another thread runs meanwhile is held to it as well.
     """
     if device.type != "cuda":
         return nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ _BLOCK_ROWS_CPU = 64
 _BLOCK_ROWS_GPU = 1024
 _PRODUCT_ROWS = 96  # of `_products`: tokens times the query heads that share a KV head
 _ALIGNMENT = 8  # of a mask's rows, in numbers, for PyTorch's memory-efficient attention on GPUs
-_MASKED_COST = 2.2  # measured: a masked score costs this many times a causal one
+_MASKED_COST = 2.2  # measured: a masked score costs PyTorch's kernels this many times a causal one
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class RowMask:
     last_key: torch.Tensor | None = None
     return_weights: bool = False
     _blocks: dict[Any, list[Block]] = field(default_factory=dict, init=False, repr=False)
-    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
+    _buffer: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"), init=False, repr=False
+    )
 
     @property
     def _last(self) -> torch.Tensor:
@@ -139,23 +142,21 @@ class RowMask:
         folded = (query * scale).unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(0, 1)  # [B H_kv, n, G, D]
         keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
         out = query.new_empty(batch, n, kv_heads, groups, dim)
-        for block in self.blocks(query.dtype, max(1, _PRODUCT_ROWS // groups), whole=False):
+        blocks = self.blocks(query.dtype, max(1, _PRODUCT_ROWS // groups), whole=False)
+        scored = max((b.stop - b.start) * (b.key_stop - b.key_start) for b in blocks)
+        if self._buffer.numel() < batch * query.shape[1] * scored:  # one memory for every block and layer
+            self._buffer.resize_(batch * query.shape[1] * scored)
+        for block in blocks:
             rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
             part = folded[:, rows].flatten(1, 2)
-            scores = torch.bmm(part, keys[:, :, seen], out=self._scratch(part, block.key_stop - block.key_start))
+            shape = (*part.shape[:2], block.key_stop - block.key_start)
+            scores = torch.bmm(part, keys[:, :, seen], out=self._buffer[: math.prod(shape)].view(shape))
             differ = block.mask_start - block.key_start
             scores.unflatten(1, (-1, groups))[..., differ:].add_(block.mask[:, None])
             torch.softmax(scores, dim=-1, out=scores)
             part = (scores @ values[:, seen]).view(batch, kv_heads, -1, groups, dim)
             out[:, rows] = part.transpose(1, 2)
         return out.flatten(2, 3).transpose(1, 2)
-
-    def _scratch(self, query: torch.Tensor, num_keys: int) -> torch.Tensor:
-        """[B, rows, num_keys] for the scores of ``query`` [B, rows, D], the same memory for every block and layer."""
-        size = query.shape[0] * query.shape[1] * num_keys
-        if self._buffer.numel() < size:
-            self._buffer.resize_(query.shape[0] * query.shape[1] * self.num_keys)
-        return self._buffer[:size].view(*query.shape[:2], num_keys)
 
     def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention weights [B, H, n, S] in fp32."""

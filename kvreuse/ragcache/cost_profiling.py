@@ -52,7 +52,7 @@ def measure_costs(
     repeats: int = 2,
     pause_s: float = 0.0,
 ) -> MeasuredCosts:
-    """Measure all costs; takes about as long as ``len(questions)`` requests and ``repeats`` + 1 rounds over the grid.
+    """Measure all costs; takes about as long as ``len(questions)`` requests and ``repeats`` + 2 rounds over the grid.
 
     Args:
         model, corpus, retriever: of the server.

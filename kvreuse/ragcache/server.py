@@ -58,7 +58,7 @@ class RagServer:
         engine = Engine(self.cache, self.options.max_batch)
         self.tree = self.cache.tree
         self._backend = self.tree.backend  # the tree's own, which it gets back when the server is closed
-        self.tree.backend = TimedBackend(self._backend, engine.moving)
+        self._timed_backend = self.tree.backend = TimedBackend(self._backend, engine.moving)
         speculator = Speculator(self.options.max_prefill_batch, self.options.speculate)
         controller = Controller(self.tree, speculator, self.options.window)
         self._corpus = corpus
@@ -103,7 +103,8 @@ class RagServer:
             if not self._closed:
                 self._closed = True
                 self._books.controller.queue.close()
-                self.tree.backend = self._backend
+                if self.tree.backend is self._timed_backend:  # not where a later server's stands over it
+                    self.tree.backend = self._backend
 
     def __enter__(self) -> RagServer:
         return self.start()

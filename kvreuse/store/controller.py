@@ -165,8 +165,9 @@ class LoadingController(Measured):
         return fastest
 
     def hides(self, device: Device, ratio: float, length: RagPrompt | int, *, formula: Formula | None = None) -> bool:
-        """Whether loading takes no longer than recomputing."""
-        return self.T_load(length, device, formula=formula) <= self.T_recompute(ratio, length, formula=formula)
+        """Whether loading takes no longer than recomputing beside it."""
+        behind_s = self._behind(device, self.T_load(length, device, formula=formula), self._formula(formula))
+        return behind_s <= self.T_recompute(ratio, length, formula=formula)
 
     def request_ratio(
         self, model: ReuseModel, prompt: RagPrompt, segments: Sequence[Segment], fingerprint: str | None = None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvreuse.results import Prefill
 
 _QUESTION = 32  # tokens
-_READ_BYTES = 1 << 26  # of a device per repeat, or more: two chunks
+_READ_BYTES = 1 << 26  # of a device per repeat, or more: at least two chunks
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,13 @@ def _slowdown(model: ReuseModel, disk: KVStore, repeats: int, chunk_tokens: int)
     for store in stores:
         method.encode(model, prompt, store)
     pairs = []
-    for number in range(repeats + 1):
+    for number in range(max(2, repeats) + 1):  # both orders at least, behind a warm-up
         seconds = {}
         for which in ((0, 1), (1, 0))[number % 2]:
-            stages = method.prefill(model, prompt, stores[which]).trace.stages
+            trace = method.prefill(model, prompt, stores[which]).trace
+            if trace.misses:
+                raise OSError(f"what was written to {disk.devices[0].name} cannot be read back")
+            stages = trace.stages
             seconds[which] = stages["check_s"] + stages["rotate_s"] + stages["recompute_s"]
         pairs.append(seconds[1] / seconds[0])
     return max(1.0, statistics.median(pairs[1:]))
