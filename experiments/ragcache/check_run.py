@@ -28,7 +28,7 @@ from kvreuse.ragcache.systems import System
 
 POLICIES: dict[str, kr.Policy] = {"PGDSF": kr.PGDSF(), "LRU": kr.LRU(), "LFU": kr.LFU()}
 SYSTEM = "Answer from the passages."
-PROFILE_QUESTIONS = 25  # at most, beside the workload's
+PROFILE_QUESTIONS = 13  # at most, beside the workload's
 TIMEOUT_S = 3600.0
 TIMES = ("arrived_s", "retrieved_s", "first_token_s", "finished_s")
 
@@ -62,7 +62,7 @@ class CheckConfig:
     requests: int = 300
     questions: int = 120
     skew: float = 0.8
-    rates: tuple[float, ...] = (1.2, 1.6)
+    rates: tuple[float, ...] = (1.2, 1.7)
     policies: tuple[str, ...] = tuple(POLICIES)
     doc_tokens: int = 48
     top_k: int = 2
@@ -74,7 +74,7 @@ class CheckConfig:
     speculate: bool = False
     segments: int = 2
     repeats: int = 2
-    pause_s: float = 0.3
+    pause_s: float = 0.2
     seed: int = 0
     small: bool = False
     data_dir: str | None = None

@@ -102,7 +102,7 @@ def check_app() -> typer.Typer:
         model: Annotated[str, typer.Option(help="demo, a hub id or a folder")] = "demo",
         data_dir: options.DataDir = None,
         requests: Annotated[int | None, typer.Option(help="of each run [300]")] = None,
-        rates: Annotated[str | None, typer.Option(help="requests per second [1.2,1.6]")] = None,
+        rates: Annotated[str | None, typer.Option(help="requests per second [1.2,1.7]")] = None,
         policies: Annotated[str | None, typer.Option(help=f"some of {','.join(POLICIES)}")] = None,
         speculate: Annotated[bool, typer.Option("--speculate", help="start prefills during the search")] = False,
         threads: Annotated[int, typer.Option(help="threads of PyTorch")] = 1,
