@@ -22,8 +22,8 @@ NOTES = (
     "Both run the same requests: real questions over real retrieval, the question of rank r asked in proportion to "
     "1 / r^{skew}; arrivals are Poisson and the same for every policy. The simulator's costs are the mean of "
     "{profiles} profiles, measured in the same process before and after the server's run (more than two: in "
-    "pauses of it as well), for this machine's speed drifts within minutes; of that run it gets the answers' lengths, nothing else. "
-    "Hit rate: documents that were cached, of all that were retrieved."
+    "pauses of it as well), for this machine's speed drifts within minutes; of that run it gets the "
+    "answers' lengths, nothing else. Hit rate: documents that were cached, of all that were retrieved."
 )
 
 
