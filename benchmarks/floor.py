@@ -15,15 +15,13 @@ process's CPU time where one thread computes on the CPU, so that a busy machine 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import add_prompt, load, parser_of, save
 from benchmarks.flops import Costs
 from benchmarks.measured import Measured, measure
 from benchmarks.rates import Meter
@@ -40,22 +38,11 @@ NOTES = (
 
 def main() -> None:
     """Measure, print the tables, save the rounds as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--ratio", type=float, default=0.15)
+    parser = parser_of(__doc__, "floor")
+    add_prompt(parser)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/floor.json"))
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-
-    model = kr.load_model(args.model, device=args.device, dtype=args.dtype)
+    model = load(args)
     prompt, source = equal_chunks(model, args.chunks, args.chunk_tokens, data_dir=args.data_dir)
     store, timed = kr.KVStore("8GiB"), methods(args.ratio)
     for method in tqdm(timed, desc="encoding and warm-up", leave=False):
@@ -72,8 +59,7 @@ def main() -> None:
             note=lambda number: bool(bar.update()),
         )
     header = {"prompt": repr(prompt), "source": source, **origin(args.model, model)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"header": header, **measured.as_json()}, indent=1))
+    save(args.out, {"header": header, **measured.as_json()})
     print(json.dumps(header))
     print(stage_table({repr(m): short_name(repr(m)) for m in timed}, [r.seconds for r in measured.rounds]))
     print()

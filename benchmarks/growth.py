@@ -16,18 +16,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import load, parser_of
 from benchmarks.flops import Costs
 from benchmarks.growth_plot import draw, ratio_of
 from benchmarks.measured import Measured, measure
 from benchmarks.rates import Meter, clock_of
 from experiments.environment import origin
+from experiments.results import same_run
 from experiments.timed import equal_chunks
-
-VOLATILE = ("date", "command")
 
 
 def methods(ratios: list[float]) -> list[kr.ReuseMethod]:
@@ -47,20 +46,14 @@ def numbers(text: str) -> list[float]:
 
 def main() -> None:
     """Measure what is missing, save, print the table, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
+    parser = parser_of(__doc__, "growth")
     parser.add_argument("--chunks", type=numbers, default=[1, 2, 4, 8, 14], help="numbers of chunks")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--ratios", type=numbers, default=[0.05, 0.15, 0.3, 0.5, 1.0])
     parser.add_argument("--repeats", type=int, default=5, help="most rounds per length")
     parser.add_argument("--seconds", type=float, default=30.0, help="per length; one round is always made")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--data-dir")
     parser.add_argument("--plot-only", action="store_true")
     parser.add_argument("--force", action="store_true", help="measure lengths again that are in the file")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/growth.json"))
     args = parser.parse_args()
     if not args.plot_only:
         run(args)
@@ -74,9 +67,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the lengths that are not in the file; the file is written behind every length."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    model = kr.load_model(args.model, device=args.device, dtype=args.dtype)
+    model = load(args)
     timed, counts = methods(args.ratios), sorted(int(count) for count in args.chunks)
     longest, source = equal_chunks(model, counts[-1], args.chunk_tokens, data_dir=args.data_dir)
     settings = {"chunk_tokens": args.chunk_tokens, "methods": [repr(m) for m in timed], "source": source}
@@ -114,8 +105,7 @@ def _known(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     data = json.loads(path.read_text())
-    same = {k: v for k, v in data["header"].items() if k not in VOLATILE}
-    return list(data["points"]) if same == {k: v for k, v in header.items() if k not in VOLATILE} else []
+    return list(data["points"]) if same_run(data["header"], header) else []
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import kvreuse as kr
+from benchmarks.arguments import add_prompt, load, parser_of, save
 from benchmarks.memory import resident_mib, trim
 from benchmarks.ttft import short_name
 from experiments.environment import versions
@@ -67,16 +68,8 @@ def methods(ratio: float) -> dict[str, kr.ReuseMethod]:
 
 def main() -> None:
     """Measure every method, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--ratio", type=float, default=0.15)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peak.json"))
+    parser = parser_of(__doc__, "peak")
+    add_prompt(parser)
     parser.add_argument("--only", help=argparse.SUPPRESS)  # the method of a process of its own
     args = parser.parse_args()
     if args.only is not None:
@@ -88,8 +81,7 @@ def main() -> None:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         peaks.append(Peak(**json.loads(done.stdout.splitlines()[-1])))
     header = {"model": args.model, "chunks": args.chunks, "chunk_tokens": args.chunk_tokens, "versions": versions()}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"header": header, "peaks": [asdict(p) for p in peaks]}, indent=1))
+    save(args.out, {"header": header, "peaks": [asdict(p) for p in peaks]})
     print(json.dumps(header))
     print(table(peaks))
     print(f"saved to {args.out}")
@@ -97,10 +89,8 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, method: kr.ReuseMethod) -> Peak:
     """One prefill in this process."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
     libraries = resident_mib()
-    model = kr.load_model(args.model, device=args.device, dtype=args.dtype)
+    model = load(args)
     prompt, _ = equal_chunks(model, args.chunks, args.chunk_tokens, data_dir=args.data_dir)
     store = kr.KVStore("64GiB")
     method.encode(model, prompt, store)

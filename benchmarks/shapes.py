@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import load, parser_of, save
 from benchmarks.batches import METHODS, prompts
 from benchmarks.flops import Costs
 from benchmarks.measured import Measured, measure
@@ -32,29 +31,20 @@ def whole_numbers(text: str) -> list[int]:
 
 def main() -> None:
     """Measure both, print a table each, save the rounds as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
+    parser = parser_of(__doc__, "shapes")
     parser.add_argument("--context", type=int, default=1536, help="tokens of all chunks together")
     parser.add_argument("--chunks", type=whole_numbers, default=[2, 4, 8, 16])
     parser.add_argument("--batches", type=whole_numbers, default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/shapes.json"))
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    model = kr.load_model(args.model, device=args.device, dtype=args.dtype)
+    model = load(args)
     costs = Costs.of(model)
     by_chunks, by_batch = _by_chunks(args, model, costs), _by_batch(args, model, costs)
     header = {"context": args.context, "methods": [repr(m) for m in METHODS], **origin(args.model, model)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     saved = {"header": header}
     for name, found in (("chunks", by_chunks), ("batch", by_batch)):
         saved[name] = {str(size): m.as_json() for size, m in found.items()}
-    args.out.write_text(json.dumps(saved, indent=1))
+    save(args.out, saved)
     print(json.dumps(header))
     print(table("chunks", by_chunks), end="\n\n")
     print(table("batch", by_batch, per_request=True))

@@ -9,16 +9,15 @@ speed-up is the median of the rounds' own ratios, so that a slow round slows bot
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
-from pathlib import Path
 
 import torch
 import transformers
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import add_prompt, load, parser_of, save
 from benchmarks.tables import stage_table, timed_stages
 from experiments.timed import equal_chunks
 
@@ -40,21 +39,12 @@ def methods(ratio: float) -> list[kr.ReuseMethod]:
 
 def main() -> None:
     """Measure, print the table, save the rounds as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device")
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--ratio", type=float, default=0.15)
+    parser = parser_of(__doc__, "ttft")
+    add_prompt(parser)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ttft.json"))
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-
-    model = kr.load_model(args.model, device=args.device)
-    prompt, source = equal_chunks(model, args.chunks, args.chunk_tokens)
+    model = load(args)
+    prompt, source = equal_chunks(model, args.chunks, args.chunk_tokens, data_dir=args.data_dir)
     store = kr.KVStore("8GiB")
     timed = methods(args.ratio)
     for method in tqdm(timed, desc="encoding and warm-up", leave=False):
@@ -75,8 +65,7 @@ def main() -> None:
         "dtype": str(model.dtype),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvreuse": kr.__version__},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"header": header, "rounds": rounds}, indent=1))
+    save(args.out, {"header": header, "rounds": rounds})
     print(json.dumps(header))
     print(stage_table({repr(m): short_name(repr(m)) for m in timed}, rounds))
     print(f"rounds saved to {args.out}")

@@ -181,7 +181,7 @@ class MeasuredCosts:
         for name, values in fields:
             if len(values) > 1:
                 raise ValueError(f"profiles differ in {name}, {', '.join(sorted(map(str, values)))}: no mean")
-        found: MeasuredCosts = cls.from_record(_mean([profile.record() for profile in profiles]))
+        found: MeasuredCosts = cls.from_record(mean_of([profile.record() for profile in profiles]))
         return found
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ class MeasuredCosts:
                 raise ValueError(f"its format is {record['format']!r}, not {_FORMAT!r}")
             prefill, step = values.pop("prefill"), values.pop("step")
             return cls(
-                prefill=CostProfiler(**{k: _frozen(v) for k, v in prefill.items()}),
-                step=StepTable(**{k: _frozen(v) for k, v in step.items()}),
-                **{k: _frozen(v) for k, v in values.items()},
+                prefill=CostProfiler(**{k: frozen(v) for k, v in prefill.items()}),
+                step=StepTable(**{k: frozen(v) for k, v in step.items()}),
+                **{k: frozen(v) for k, v in values.items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no usable serving costs ({error}): measure them again") from error
@@ -227,18 +227,18 @@ class MeasuredCosts:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _mean(values: Sequence[Any]) -> Any:
+def mean_of(values: Sequence[Any]) -> Any:
     """Of floats; lists and mappings part by part; of all else, which is equal, the first."""
     first = values[0]
     if isinstance(first, float):
         return statistics.fmean(values)
     if isinstance(first, Mapping):
-        return {key: _mean([value[key] for value in values]) for key in first}
+        return {key: mean_of([value[key] for value in values]) for key in first}
     if isinstance(first, list | tuple):
-        return [_mean(parts) for parts in zip(*values, strict=True)]
+        return [mean_of(parts) for parts in zip(*values, strict=True)]
     return first
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """Lists to tuples, all the way down."""
-    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
+    return tuple(frozen(v) for v in value) if isinstance(value, list | tuple) else value

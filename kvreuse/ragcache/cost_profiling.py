@@ -23,7 +23,7 @@ from kvreuse.ragcache.batch import DecodeBatch
 from kvreuse.ragcache.bookkeeping import Books
 from kvreuse.ragcache.controller import Controller
 from kvreuse.ragcache.corpus import Corpus, Retrieves
-from kvreuse.ragcache.cost_models import MeasuredCosts, StepTable
+from kvreuse.ragcache.cost_models import MeasuredCosts, StepTable, frozen, mean_of
 from kvreuse.ragcache.engine import Engine, TimedBackend
 from kvreuse.ragcache.engine import Sequence as Served
 from kvreuse.ragcache.kv import TensorBackend, TreeCache, bytes_per_token
@@ -34,8 +34,6 @@ from kvreuse.ragcache.speculative import Speculator
 
 if TYPE_CHECKING:
     from kvreuse.model import ReuseModel
-
-Table = tuple[tuple[float, ...], ...]
 
 
 def measure_costs(
@@ -87,8 +85,8 @@ def measure_costs(
         served.serve(found[start : start + max_batch])
     stages = zip(*(seconds for _, seconds in searches[1:] or searches), strict=True)
     after = grids()
-    prefill = replace(before[0], seconds=_mean(before[0].seconds, after[0].seconds))
-    step = replace(before[1], seconds=_mean(before[1].seconds, after[1].seconds))
+    prefill = replace(before[0], seconds=frozen(mean_of([before[0].seconds, after[0].seconds])))
+    step = replace(before[1], seconds=frozen(mean_of([before[1].seconds, after[1].seconds])))
     by_rows = {
         rows: statistics.fmean(taken - prefill(*tokens) for tokens, taken in seen)
         for rows, seen in sorted(served.prefills.items())
@@ -106,11 +104,6 @@ def measure_costs(
         bytes_per_token=bytes_per_token(model),
         conditions=conditions(model),
     )
-
-
-def _mean(a: Table, b: Table) -> Table:
-    """Number by number."""
-    return tuple(tuple((x + y) / 2 for x, y in zip(*rows, strict=True)) for rows in zip(a, b, strict=True))
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
