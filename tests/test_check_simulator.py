@@ -113,9 +113,9 @@ def test_the_simulator_hits_what_the_server_hits(folder: Path, monkeypatch: pyte
     check = Check(replace(config, host_tokens=200, repeats=1, max_new_tokens=2))
     costs = check.profile()
     real, profiles = check.serve(8.0, "LRU", costs)
-    assert [p.prefill.cached_tokens for p in profiles] == [costs.prefill.cached_tokens]  # two segments
+    assert [p.prefill.cached_tokens for p in profiles] == 3 * [costs.prefill.cached_tokens]  # four segments
     assert sorted(real["arrived_s"]) == real["arrived_s"]
-    simulated = check.simulate(8.0, "LRU", costs, real["iterations"])
+    simulated = check.simulate(8.0, "LRU", [costs, *profiles, costs], real["iterations"])
     assert simulated["hit_documents"] == real["hit_documents"]
     assert simulated["cached_tokens"] == real["cached_tokens"]
     assert sum(real["hit_documents"]) > 0

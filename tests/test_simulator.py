@@ -343,6 +343,19 @@ def same(one: SimulationResult, other: SimulationResult) -> bool:
     )
 
 
+def test_parts_with_idle_time_between_them_are_the_whole() -> None:
+    requests = workload(4, 90)
+    parts = np.arange(90) // 30
+    whole = replace(requests, arrival_s=requests.arrival_s + 1024.0 * parts)
+    simulator, tree = server(), server().new_tree()
+    results = [simulator.run(whole.some(parts == part), tree) for part in range(3)]
+    at_once = simulator.run(whole)
+    for name in ARRAYS:
+        apart = np.concatenate([getattr(result, name) for result in results])
+        np.testing.assert_allclose(apart, getattr(at_once, name), rtol=1e-12)
+    assert at_once.finished_s[29] < whole.arrival_s[30]
+
+
 def test_equal_inputs_give_equal_results() -> None:
     assert same(server().run(workload(1, 200)), server().run(workload(1, 200)))
     assert not same(server().run(workload(1, 200)), server().run(workload(2, 200)))

@@ -20,9 +20,9 @@ TTFT_LIMIT, HIT_LIMIT = 0.15, 1.0  # share of the measured; percentage points
 COLOURS = {"PGDSF": "#0072B2", "LRU": "#E69F00", "LFU": "#D55E00"}
 NOTES = (
     "Both run the same requests: real questions over real retrieval, the question of rank r asked in proportion to "
-    "1 / r^{skew}; arrivals are Poisson and the same for every policy. The simulator's costs are the mean of "
-    "{profiles} profiles, measured in the same process before and after the server's run (more than two: in "
-    "pauses of it as well), for this machine's speed drifts within minutes; of that run it gets the "
+    "1 / r^{skew}; arrivals are Poisson and the same for every policy. The run is served in {segments} segments. The "
+    "simulator's costs in each are the mean of two profiles, measured in the same process right before and behind it, "
+    "for this machine's speed drifts within minutes; of the server's run it gets the "
     "answers' lengths, nothing else. Hit rate: documents that were cached, of all that were retrieved."
 )
 
@@ -71,8 +71,8 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
         f"{h['distinct_documents']} documents of at most {h['doc_tokens']} tokens, from {h['source'].split(':')[0]}; "
         f"room for {h['gpu_tokens']} tokens in the first tier and {h['host_tokens']} in the second."
     )
-    profiles = len(next(r["profiles"] for r in results.records if r["method"] == "simulator"))
-    return pd.DataFrame(rows), f"{verdict}\n\n{NOTES.format(skew=h['skew'], profiles=profiles)}"
+    segments = len(next(r["profiles"] for r in results.records if r["method"] == "simulator")) - 1
+    return pd.DataFrame(rows), f"{verdict}\n\n{NOTES.format(skew=h['skew'], segments=segments)}"
 
 
 def draw(results: Results) -> Figure:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,6 @@ SYSTEM = "Answer from the passages."
 PROFILE_QUESTIONS = 13  # at most, beside the workload's
 TIMEOUT_S = 3600.0
 TIMES = ("arrived_s", "retrieved_s", "first_token_s", "finished_s")
-
-GAP_S = 1e4  # simulated idle time between segments
 
 Values = dict[str, list[float]]  # one list per quantity, a number per request
 
@@ -62,7 +61,7 @@ class CheckConfig:
     requests: int = 300
     questions: int = 120
     skew: float = 0.8
-    rates: tuple[float, ...] = (1.2, 1.7)
+    rates: tuple[float, ...] = (0.9, 1.3)
     policies: tuple[str, ...] = tuple(POLICIES)
     doc_tokens: int = 48
     top_k: int = 2
@@ -72,7 +71,7 @@ class CheckConfig:
     max_batch: int = 4
     window: int = 32
     speculate: bool = False
-    segments: int = 2
+    segments: int = 4
     repeats: int = 2
     pause_s: float = 0.2
     seed: int = 0
@@ -205,21 +204,32 @@ class Check:
         values["iterations"] = [r.num_tokens if r.num_tokens == limit else r.num_tokens + 1 for r in requests]
         return values, profiles
 
-    def simulate(self, rate: float, policy: str, costs: MeasuredCosts, iterations: Sequence[float]) -> Values:
-        """The simulator on the same requests. Of the real run it gets the lengths of the answers, nothing else."""
-        asked = [
-            Request(
-                at + GAP_S * self.segment(number),
-                self._found[question][-1],
-                self.corpus.question_ids(question).numel(),
-                int(tokens),
-                tuple(self._found[question]),
-            )
-            for number, (at, question, tokens) in enumerate(
-                zip(self.arrivals(rate), self.questions, iterations, strict=True)
-            )
-        ]
-        simulator = Simulator(
+    def simulate(
+        self, rate: float, policy: str, profiles: Sequence[MeasuredCosts], iterations: Sequence[float]
+    ) -> Values:
+        """The simulator on the same requests, a segment after the other, each at the mean cost around it.
+
+        Of the real run it gets ``profiles``, measured before, between and behind the segments, and the lengths of the
+        answers, nothing else.
+        """
+        arrivals = self.arrivals(rate)
+        asked = []
+        for at, question, tokens in zip(arrivals, self.questions, iterations, strict=True):
+            found, size = self._found[question], self.corpus.question_ids(question).numel()
+            asked.append(Request(at, found[-1], size, int(tokens), tuple(found)))
+        requests = Requests.of(asked)
+        parts = np.array([self.segment(number) for number in range(len(asked))])
+        tree = self._simulator(policy, profiles[0]).new_tree()  # whose policy goes by these costs, as the server's does
+        values: Values = {name: [] for name in (*TIMES, "cached_tokens", "hit_documents")}
+        for part, around in enumerate(pairwise(profiles)):
+            simulator = self._simulator(policy, MeasuredCosts.mean(around))
+            result = simulator.run(requests.some(parts == part), tree)
+            for name, numbers in values.items():
+                numbers += getattr(result, name).tolist()
+        return values
+
+    def _simulator(self, policy: str, costs: MeasuredCosts) -> Simulator:
+        return Simulator(
             costs,
             self.config.gpu_tokens * self.token_bytes,
             self.config.host_tokens * self.token_bytes,
@@ -228,10 +238,6 @@ class Check:
             max_batch=self.config.max_batch,
             max_nodes=None,
         )
-        result = simulator.run(Requests.of(asked))
-        gaps = GAP_S * np.array([self.segment(number) for number in range(len(asked))])
-        values: Values = {name: (getattr(result, name) - gaps).tolist() for name in TIMES}
-        return values | {name: getattr(result, name).tolist() for name in ("cached_tokens", "hit_documents")}
 
     def header(self) -> dict[str, Any]:
         """What the table says about the workload."""

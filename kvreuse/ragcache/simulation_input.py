@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvreuse.ragcache.node import Document
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 NONE = -1  # no document
 
 
@@ -115,8 +116,8 @@ class Requests:
     def of(cls, requests: Sequence[Asks]) -> Requests:
         """From objects; their documents are numbered as they first appear, in lists that were shown or final.
 
-        So the numbers mean something within the result only. Simulate all requests of one tree as one `Requests`, or
-        number the documents yourself (`from_lists`) if several runs are to go on with one tree.
+        So the numbers mean something within the result only. If several runs are to go on with one tree, take `some` of
+        one `Requests`, or number the documents yourself (`from_lists`).
         """
         numbers: dict[Document, int] = {}
 
@@ -136,6 +137,16 @@ class Requests:
             [r.output_tokens for r in requests],
             stages,
         )
+
+    def some(self, chosen: Flags) -> Requests:
+        """Those with a true ``chosen`` [n]; documents keep their numbers, so one tree may serve several parts.
+
+        Arrivals keep their times: a later part's simulation is idle until its first one.
+        """
+        names = ["arrival_s", "documents", "question_tokens", "new_tokens"]
+        if self.stages is not None:
+            names.append("stages")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     def shown(self, num_stages: int) -> Ints | None:
         """`stages`, which must be one less than the stages of a search."""
