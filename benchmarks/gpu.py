@@ -3,10 +3,11 @@
     python -m benchmarks.gpu [--shapes mistral-7b,llama-3-8b,yi-34b] [--chunks 6,24] [--limit-s 420]
 
 Full recompute (the attention kernel that PyTorch chooses, and its flash kernel), prefix caching (the first chunk is
-known), full reuse, CacheBlend at several ratios; K/V in main memory. Each prompt: a warm-up, then interleaved rounds,
-as many as its share of the time allows; medians, the split by stage, the most GPU memory that was allocated, and how
-far the first token's logits are from full recompute's, relative to the largest (with random weights this says that the
-code is right at ratio 1, not how good a method is). What does not fit the GPU, or the time, is listed as not run.
+known), full reuse, CacheBlend at several ratios, as it is and with its layers replayed as CUDA graphs; K/V in main
+memory. Each prompt: a warm-up, then interleaved rounds, as many as its share of the time allows; medians, the split by
+stage, the most GPU memory that was allocated in the warm-up (the lines with graphs come last in it), and how far the
+first token's logits are from full recompute's, relative to the largest (with random weights this says that the code is
+right at ratio 1, not how good a method is). What does not fit the GPU, or the time, is listed as not run.
 
 Without a GPU it runs a tiny shape on the CPU and says so: a test of the script, no measurement.
 """
@@ -30,6 +31,7 @@ import kvreuse as kr
 from benchmarks.random_models import SHAPES, RandomModel, does_not_fit, random_prompt
 from benchmarks.tables import stage_table, timed_stages
 from experiments.environment import COMMIT, processor, versions
+from kvreuse.blend.graphs import LayerGraphs
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 ON_CPU = "CPU, tiny shape: shows that the script runs, says nothing about a GPU"
@@ -37,25 +39,31 @@ ON_CPU = "CPU, tiny shape: shows that the script runs, says nothing about a GPU"
 
 @dataclass(frozen=True)
 class Timed:
-    """A method, and the attention kernel it is held to; None: PyTorch chooses."""
+    """A method, the attention kernel it is held to (None: PyTorch chooses), and whether layers are CUDA graphs."""
 
     label: str
     method: kr.FullRecompute | kr.PrefixCaching | kr.ChunkReuse
     kernel: SDPBackend | None = None
+    graphs: bool = False
 
     def held_to_kernel(self) -> AbstractContextManager[Any]:
         """While open, attention runs in that kernel or not at all."""
         return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
 
 
-def timed_methods(ratios: Sequence[float]) -> list[Timed]:
-    """The lines of every table; the first is the reference."""
+def timed_methods(ratios: Sequence[float], graphs: bool) -> list[Timed]:
+    """The lines of every table; the first is the reference. ``graphs``: those of CUDA graphs as well."""
     return [
         Timed("full recompute, sdpa", kr.FullRecompute()),
         Timed("full recompute, flash", kr.FullRecompute(), SDPBackend.FLASH_ATTENTION),
         Timed("prefix caching", kr.PrefixCaching(insert=False)),
         Timed("full reuse", kr.FullReuse()),
         *(Timed(f"CacheBlend, ratio {ratio:g}", kr.CacheBlend(ratio=ratio)) for ratio in ratios),
+        *(
+            Timed(f"CacheBlend, ratio {ratio:g}, graphs", kr.CacheBlend(ratio=ratio), graphs=True)
+            for ratio in ratios
+            if graphs and ratio < 1  # at 1 no row is left out, and layers run as they are
+        ),
     ]
 
 
@@ -133,13 +141,15 @@ def _measure(
     """Warm-up, then rounds until ``stop_at`` (a round that would end later is not begun, except for the first)."""
     cell.num_tokens = prompt.num_tokens
     ready: list[Timed] = []
+    graphs = LayerGraphs(model) if model.device.type == "cuda" else None
     reference: torch.Tensor | None = None
-    for timed in timed_methods(settings.ratios):
+    for timed in timed_methods(settings.ratios, graphs is not None):
         if time.perf_counter() >= stop_at:
             cell.not_run[timed.label] = _out_of_time(settings)
             continue
         try:
             timed.method.encode(model, prompt, store)
+            model.graphs = graphs if timed.graphs else None
             result = _prefill(cell, timed, model, prompt, store)
         except (RuntimeError, kr.UnsupportedModelError) as error:  # out of memory, no kernel for this type
             cell.not_run[timed.label] = f"{type(error).__name__}: {error}"
@@ -159,12 +169,14 @@ def _measure(
         times: dict[str, dict[str, float]] = {}
         try:
             for timed in ready[shift:] + ready[:shift]:
+                model.graphs = graphs if timed.graphs else None
                 times[timed.label] = timed_stages(_prefill(cell, timed, model, prompt, store))
         except RuntimeError as error:  # the rounds before it are kept
             cell.not_run[timed.label] = f"{type(error).__name__}: {error}"
             break
         cell.rounds.append({timed.label: times[timed.label] for timed in ready})
         round_s = time.perf_counter() - began
+    model.graphs = None  # their memory is free for the next prompt
     if not cell.rounds:
         cell.not_run |= {timed.label: _out_of_time(settings) for timed in ready}
 
@@ -177,7 +189,7 @@ def _prefill(cell: Cell, timed: Timed, model: RandomModel, prompt: kr.RagPrompt,
         result = timed.method.prefill(model, prompt, store)
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(model.device)
-        cell.peak_bytes[timed.label] = max(peak, cell.peak_bytes.get(timed.label, 0))
+        cell.peak_bytes.setdefault(timed.label, peak)
     return result
 
 

@@ -25,6 +25,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
+    graphs: bool = False,
     check: bool = True,
 ) -> ReuseModel:
     """Load a decoder-only causal LM and its tokenizer.
@@ -40,6 +41,7 @@ def load_model(
             whenever they run.
         max_memory: how much of each device "auto" may take, such as ``{0: "20GiB", "cpu": "60GiB"}``.
         offload_folder: where layers mapped to "disk" are written if they cannot be read from the checkpoint as it is.
+        graphs: replay a blend's layers as CUDA graphs (`kvreuse.blend.graphs`); for a model whole on one GPU.
         check: run `check_model` now; otherwise it runs before the first reuse.
 
     Raises:
@@ -85,7 +87,7 @@ def load_model(
         ) from error
     if device is not None and quantization is None:
         hf = hf.to(device)
-    model = ReuseModel(hf, tokenizer, name=str(name))
+    model = ReuseModel(hf, tokenizer, name=str(name), graphs=graphs)
     if check:
         check_model(model)
     return model

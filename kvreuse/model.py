@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from kvreuse import compat
+from kvreuse.blend.graphs import LayerGraphs
 from kvreuse.errors import PromptTooLongError, UnsupportedModelError
 from kvreuse.fingerprint import Fingerprint
 from kvreuse.generation import generate, generate_inputs
@@ -29,13 +30,15 @@ class ReuseModel:
         hf: the model, in evaluation mode.
         tokenizer: needed for text only; work with ids needs none.
         name: shown in results; the model's own name by default.
+        graphs: replay a blend's layers as CUDA graphs (`kvreuse.blend.graphs`), on a GPU.
 
     Raises:
         UnsupportedModelError: for a model whose structure is not a stack of attention layers. Whether its keys can be
             moved is checked numerically (`check_model`) before the first reuse.
+        ValueError: ``graphs`` for a model that is not whole on a GPU.
     """
 
-    def __init__(self, hf: nn.Module, tokenizer: Any = None, name: str | None = None) -> None:
+    def __init__(self, hf: nn.Module, tokenizer: Any = None, name: str | None = None, graphs: bool = False) -> None:
         if not isinstance(hf, nn.Module):
             raise TypeError(f"hf={hf!r} is not a model: give a Hugging Face causal LM, or use kr.load_model(name)")
         self.hf: Any = hf.eval()
@@ -56,6 +59,7 @@ class ReuseModel:
         self._fingerprint = Fingerprint(hf)
         self._key_rotation: list[str] | None = None
         self._recording: Recording | None = None
+        self.graphs = LayerGraphs(self) if graphs else None
 
     # -- facts ------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class Round:
     kept: float = 0.0
     to_gpu: float = 0.0
     to_host: float = 0.0
+    contended_search: float = 1.0
+    contention_s: float = 0.0
     name: str = "round numbers"
     bytes_per_token: int = 1
 
@@ -111,6 +113,18 @@ def test_a_prefill_waits_for_the_running_step_and_goes_before_the_next() -> None
     assert late.retrieved_s.tolist() == [1.0, 3.0]
     assert late.first_token_s.tolist() == [2.5, 4.0]
     assert late.finished_s.tolist() == [5.5, 4.0]  # four steps, and B's second in between
+
+
+def test_a_search_and_an_iteration_slow_each_other() -> None:
+    costs = Round(contended_search=2.0, contention_s=0.25)
+    result = run([0.0, 1.5, 8.0], [[0]] * 3, [14], new=[1, 1, 1], costs=costs)
+    # The first is found at 1, its 16 tokens take 2 s. In it the second's search starts at 1.5, takes 2 s, adds 0.25 s.
+    assert result.retrieved_s.tolist() == [1.0, 3.5, 9.0]
+    assert result.first_token_s.tolist() == [3.25, 3.75, 9.25]
+    # A prefill that begins while a search runs which nothing was computed beside before.
+    result = run([0.0, 0.5], [[0], [1]], [14, 14], costs=costs, search_threads=None)
+    assert result.first_token_s.tolist() == [3.25, 5.25]
+    assert result.retrieved_s.tolist()[0] == 1.0
 
 
 def test_searches_queue_for_their_thread() -> None:

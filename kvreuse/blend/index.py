@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
+
+# Along which dimension the layer arguments that differ by row list the rows.
+ROW_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+
+
+def lists_rows(value: Any, n: int) -> bool:
+    """Whether a positional argument of a layer lists its ``n`` rows: [1, n, ...]."""
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == n
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,15 @@ from transformers import Cache
 
 from kvreuse import compat
 from kvreuse.blend.cache import ProbeCache, StopLayer
-from kvreuse.blend.hooks import hooked, narrow_query
-from kvreuse.blend.index import Index
+from kvreuse.blend.hooks import forward_through, hooked, narrow_query
+from kvreuse.blend.index import ROW_DIMS, Index, lists_rows
 from kvreuse.blend.kernels import attention_kernels
 from kvreuse.blend.packing import Packing
 from kvreuse.blend.rows import PackedMask, RowMask, row_attention
 from kvreuse.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from kvreuse.blend.graphs import LayerGraphs
     from kvreuse.model import ReuseModel
 
 
@@ -32,10 +34,6 @@ class FreshKV:
     values: torch.Tensor
     stored_keys: torch.Tensor
     stored_values: torch.Tensor
-
-
-# Along which dimension the layer arguments that differ by row list the rows.
-ROW_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 
 
 class StopPass(Exception):
@@ -109,6 +107,10 @@ class RowPass:
                     stack.enter_context(hooked(attention.register_forward_hook(self._watch(index))))
             self._dense = not stack.enter_context(compat.attention_through(model.hf, row_attention))
             stack.enter_context(attention_kernels(model.device))
+            if model.graphs is not None and not self._dense and self._on_attention is None:
+                for index, layer in enumerate(model.layers):
+                    through = partial(self._through_graphs, model.graphs, index, layer.forward)
+                    stack.enter_context(forward_through(layer, through))
             ids = input_ids[self.rows].to(model.device)
             try:
                 positions = self.packing.positions(self.rows).to(model.device)
@@ -173,6 +175,15 @@ class RowPass:
 
         return hook
 
+    def _through_graphs(
+        self, graphs: LayerGraphs, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A layer over scattered rows; rows without a gap run as they are."""
+        held = self.cache.layers[index]
+        if held.rows is None or held.rows.run is not None or held.keys is None:
+            return forward(*args, **kwargs)
+        return graphs.run(index, forward, held, args, kwargs)
+
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _keep(self, kept: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -194,8 +205,7 @@ class RowPass:
         if self._among_first is None:
             return args, kwargs
         n = self._first_rows.on_cpu.numel()
-        by_row = [isinstance(v, torch.Tensor) and v.dim() > 1 and v.shape[1] == n for v in args[1:]]
-        rest = (self._cut_value(v, 1) if cut else v for v, cut in zip(args[1:], by_row, strict=True))
+        rest = (self._cut_value(v, 1) if lists_rows(v, n) else v for v in args[1:])
         named = {name: self._cut_value(kwargs[name], dim) for name, dim in ROW_DIMS.items() if name in kwargs}
         return (args[0], *rest), {**kwargs, **named}
 

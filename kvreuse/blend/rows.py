@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -116,17 +116,8 @@ class RowMask:
             return out[:, :, skipped:]
         if query.device.type == "cpu" and query.dtype == torch.float32:
             return self._products(query, key, value, scale)
-        # The query heads that share a KV head become the batch, over which keys, values and mask repeat without copies.
-        batch, kv_heads = key.shape[:2]
-        folded = query.unflatten(1, (kv_heads, groups)).permute(2, 0, 1, 3, 4).flatten(0, 1)
-        keys, values = (t[None].expand(groups, -1, -1, -1, -1).flatten(0, 1) for t in (key, value))
-        out = query.new_empty(groups * batch, kv_heads, n, value.shape[-1])
-        for block in self.blocks(query.dtype, _BLOCK_ROWS_CPU if query.device.type == "cpu" else _BLOCK_ROWS_GPU):
-            rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
-            out[:, :, rows] = F.scaled_dot_product_attention(
-                folded[:, :, rows], keys[:, :, seen], values[:, :, seen], attn_mask=block.mask, scale=scale
-            )
-        return out.unflatten(0, (groups, batch)).permute(1, 2, 0, 3, 4).flatten(1, 2)
+        size = _BLOCK_ROWS_CPU if query.device.type == "cpu" else _BLOCK_ROWS_GPU
+        return masked_attention(query, key, value, self.blocks(query.dtype, size), scale)
 
     def _products(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
@@ -214,6 +205,26 @@ class PackedMask:
     def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, ...]:
         """Attention weights in fp32, per prompt [1, H, n, S]."""
         return tuple(part.weights(query[:, :, rows], key[:, :, keys], scale) for part, rows, keys in self.cut())
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scale: float | None
+) -> torch.Tensor:
+    """Attention of `RowMask.attend` by PyTorch's kernels, a block of rows at a time under its mask.
+
+    The query heads that share a KV head become the batch, over which keys, values and mask repeat without copies.
+    """
+    (batch, kv_heads), n = key.shape[:2], query.shape[2]
+    groups = query.shape[1] // kv_heads
+    folded = query.unflatten(1, (kv_heads, groups)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+    keys, values = (t[None].expand(groups, -1, -1, -1, -1).flatten(0, 1) for t in (key, value))
+    out = query.new_empty(groups * batch, kv_heads, n, value.shape[-1])
+    for block in blocks:
+        rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
+        out[:, :, rows] = F.scaled_dot_product_attention(
+            folded[:, :, rows], keys[:, :, seen], values[:, :, seen], attn_mask=block.mask, scale=scale
+        )
+    return out.unflatten(0, (groups, batch)).permute(1, 2, 0, 3, 4).flatten(1, 2)
 
 
 def row_attention(

@@ -40,6 +40,16 @@ class CostModel(Protocol):
         """Seconds of each stage of a search, the embedding of the question in the first."""
         ...
 
+    @property
+    def contended_search(self) -> float:
+        """How many times as long a search takes beside one of the model's iterations; 1 where they share nothing."""
+        ...
+
+    @property
+    def contention_s(self) -> float:
+        """What a search adds to the iterations that it runs beside."""
+        ...
+
     def prefill_s(self, cached_tokens: int, new_tokens: int) -> float:
         """T(alpha, beta): the computation alone."""
         ...
@@ -105,6 +115,8 @@ class MeasuredCosts:
         search_stage_s: of each stage of a search, the question's embedding in the first.
         keep_s_per_byte: cutting K/V out of a prefill; ``to_gpu_s_per_byte``, ``to_host_s_per_byte``: copies.
         bytes_per_token: of K/V.
+        contended_search: how many times as long a search takes beside one of the model's iterations.
+        contention_s: what a search adds to the iterations that it runs beside.
         conditions: what it was measured on.
     """
 
@@ -117,14 +129,19 @@ class MeasuredCosts:
     to_gpu_s_per_byte: float
     to_host_s_per_byte: float
     bytes_per_token: int
+    contended_search: float = 1.0
+    contention_s: float = 0.0
     conditions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.prefill_overheads_s or not self.search_stage_s:
             raise ValueError("prefill_overheads_s and search_stage_s need at least one value")
         rates = (self.keep_s_per_byte, self.to_gpu_s_per_byte, self.to_host_s_per_byte)
-        if min(*self.prefill_overheads_s, *self.search_stage_s, self.step_overhead_s, *rates) < 0:
+        overheads = (*self.prefill_overheads_s, self.step_overhead_s, self.contention_s)
+        if min(*overheads, *self.search_stage_s, *rates) < 0:
             raise ValueError("seconds must not be negative")
+        if not self.contended_search > 0:
+            raise ValueError(f"contended_search={self.contended_search}: give a factor above 0")
 
     @property
     def name(self) -> str:

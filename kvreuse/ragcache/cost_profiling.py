@@ -1,9 +1,9 @@
 """`measure_costs`: what a `RagServer` of this model on this machine takes for everything it does.
 
 Prefills and decode steps are timed on grids. The server's own books then serve a few requests, and what an iteration
-takes beyond the grids is its overhead: decisions, K/V copied into the batch, everything else. The grids are timed both
-before and after that, for a machine's speed drifts. A server that waits for requests finds its processor asleep:
-searches and served requests may be timed behind a pause.
+takes beyond the grids is its overhead: decisions, K/V copied into the batch, everything else. Searches run beside
+prefills tell what each does to the other. The grids are timed both before and after that, for a machine's speed drifts.
+A server that waits for requests finds its processor asleep: searches and served requests may be timed behind a pause.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ def measure_costs(
     for start in range(0, len(found), max_batch):
         time.sleep(pause_s)
         served.serve(found[start : start + max_batch])
+    search_s = statistics.fmean(sum(seconds) for _, seconds in searches[1:] or searches)
+    beside_s, contention_s = _contention(model, retriever, questions, min(new_tokens))
     stages = zip(*(seconds for _, seconds in searches[1:] or searches), strict=True)
     after = grids()
     prefill = replace(before[0], seconds=frozen(mean_of([before[0].seconds, after[0].seconds])))
@@ -102,6 +105,8 @@ def measure_costs(
         to_gpu_s_per_byte=to_gpu,
         to_host_s_per_byte=to_host,
         bytes_per_token=bytes_per_token(model),
+        contended_search=beside_s / search_s,
+        contention_s=contention_s,
         conditions=conditions(model),
     )
 
@@ -157,6 +162,28 @@ def _search(retriever: Retrieves, question: str, pause_s: float) -> tuple[Sequen
     found = retriever.search(question, lambda _: times.append(time.perf_counter()))
     times.append(time.perf_counter())
     return found, [after - before for before, after in pairwise(times)]
+
+
+def _contention(
+    model: ReuseModel, retriever: Retrieves, questions: Sequence[str], num_tokens: int
+) -> tuple[float, float]:
+    """Seconds of a search beside prefills, and what it adds to them; each paired with a prefill alone."""
+    ids = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+
+    def prefill_s() -> float:
+        return _seconds(lambda: model.prefill(ids), model.device)
+
+    beside, added = [], []
+    with ThreadPoolExecutor(1) as thread:
+        for question in questions:
+            alone = prefill_s()
+            search = thread.submit(lambda q=question: sum(_search(retriever, q, 0.0)[1]))  # type: ignore[misc]
+            late = prefill_s() - alone
+            while not search.done():
+                late += prefill_s() - alone
+            beside.append(search.result())
+            added.append(late)
+    return statistics.fmean(beside), max(0.0, statistics.fmean(added))
 
 
 class _WatchedEngine(Engine):

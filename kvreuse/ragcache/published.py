@@ -112,11 +112,14 @@ class PublishedCosts:
     Args:
         model, hardware: see above.
         search_stage_s: of a search's stages. The text gives no search time: presumed 0.1 s each; figures vary it.
+        contended_search, contention_s: the search has processors of its own.
     """
 
     model: ModelShape
     hardware: Hardware
     search_stage_s: tuple[float, ...] = (0.1, 0.1, 0.1, 0.1)
+    contended_search: float = 1.0
+    contention_s: float = 0.0
 
     @property
     def name(self) -> str:

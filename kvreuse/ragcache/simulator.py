@@ -140,6 +140,9 @@ class _Run:
         self.model_idle: simpy.Event | None = None
         self.idle_searchers: deque[simpy.Event] = deque()
         self.full: simpy.Event | None = None
+        self.computing = False
+        self.apart: set[int] = set()  # searches that have not met an iteration
+        self.delay_s = 0.0  # of the running iteration, by searches that began beside it
         self.out = SimulationResult.empty(server.system.name, costs.name, requests)
 
     def now(self) -> float:
@@ -199,10 +202,15 @@ class _Run:
             yield from self._search(self.questions.popleft())
 
     def _search(self, number: int) -> Process:
-        last = len(self.stage_s) - 1
+        last, costs = len(self.stage_s) - 1, self.server.costs
+        if self.computing:
+            self.delay_s += costs.contention_s
+        else:
+            self.apart.add(number)
         for stage, seconds in enumerate(self.stage_s):
-            yield self.env.timeout(seconds)
+            yield self.env.timeout(seconds * costs.contended_search if self.computing else seconds)
             if stage == last:
+                self.apart.discard(number)
                 self._post(number, self._documents(self.requests.documents[number]), True)
             elif self.stages is not None:
                 found = self._documents(self.stages[number, stage])
@@ -227,10 +235,16 @@ class _Run:
                     self.model_idle = env.event()
                     yield self.model_idle
                 continue
-            end = env.now + (moved_s + work.compute())
+            end = env.now + (moved_s + work.compute() + len(self.apart) * self.server.costs.contention_s)
+            self.apart.clear()
+            self.computing = True
             if work.is_step and not self.server.stepwise:
                 end = engine.run_ahead(end, env.peek())
             yield self._until(end)
+            while self.delay_s:
+                delay_s, self.delay_s = self.delay_s, 0.0
+                yield env.timeout(delay_s)
+            self.computing = False
             work.record(None)
             moved_s = engine.moved_s()
             if moved_s:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvreuse import compat
 from kvreuse.blend.cache import StopLayer
-from kvreuse.blend.row_pass import ROW_DIMS
+from kvreuse.blend.index import ROW_DIMS
 from kvreuse.blend.rows import RowMask
 from kvreuse.errors import UnsupportedModelError
 
