@@ -61,7 +61,7 @@ class CheckConfig:
     requests: int = 300
     questions: int = 120
     skew: float = 0.8
-    rates: tuple[float, ...] = (0.9, 1.3)
+    rates: tuple[float, ...] = (0.8, 1.1)
     policies: tuple[str, ...] = tuple(POLICIES)
     doc_tokens: int = 48
     top_k: int = 2

@@ -86,7 +86,7 @@ class _Figure:
     """What is written of the records, and the line of the list of figures."""
 
     name: str = NAME
-    about: str = "the simulator's TTFT and hit rates against the real server's. [RAGCache 7; 45 minutes, not in `all`]"
+    about: str = "the simulator's TTFT and hit rates against the real server's. [RAGCache 7; 50 minutes, not in `all`]"
     tabulate: Callable[[Results], tuple[pd.DataFrame, str]] = tabulate
     draw: Callable[[Results], Figure] = draw
 
@@ -101,7 +101,7 @@ def check_app() -> typer.Typer:
         model: Annotated[str, typer.Option(help="demo, a hub id or a folder")] = "demo",
         data_dir: options.DataDir = None,
         requests: Annotated[int | None, typer.Option(help="of each run [300]")] = None,
-        rates: Annotated[str | None, typer.Option(help="requests per second [0.9,1.3]")] = None,
+        rates: Annotated[str | None, typer.Option(help="requests per second [0.8,1.1]")] = None,
         policies: Annotated[str | None, typer.Option(help=f"some of {','.join(POLICIES)}")] = None,
         speculate: Annotated[bool, typer.Option("--speculate", help="start prefills during the search")] = False,
         threads: Annotated[int, typer.Option(help="threads of PyTorch")] = 1,
