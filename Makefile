@@ -30,8 +30,8 @@ test: env-dev models
 
 # One after the other: each wants the machine for itself. What they measured is in benchmarks/results.
 bench: env models
-	$(PY) -m benchmarks.ttft --repeats 3
-	$(PY) -m benchmarks.floor --repeats 3
+	$(PY) -m benchmarks.ttft --repeats 5
+	$(PY) -m benchmarks.floor --repeats 5
 	$(PY) -m benchmarks.growth
 	$(PY) -m benchmarks.shapes
 	$(PY) -m benchmarks.peak

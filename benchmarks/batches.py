@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from pathlib import Path
 
 import torch
 
 import kvreuse as kr
+from benchmarks.arguments import save
+from experiments.environment import origin
 
 METHODS: tuple[kr.FullRecompute | kr.ChunkReuse, ...] = (kr.FullRecompute(), kr.FullReuse(), kr.CacheBlend())
 
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/batches.json"))
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -44,6 +48,7 @@ def main() -> None:
             together = method.prefill(model, batch, store).ttft_s / len(batch)
             if round_:
                 timed[method.label].append((single, together))
+    save(options.out, {"batch_size": len(batch), **origin(options.model, model), "alone, together": timed})
     print(f"| method | alone, s | in a batch of {len(batch)}, s | ratio |\n|---|---|---|---|")
     for label, runs in timed.items():
         alone, together = (statistics.median(column) for column in zip(*runs, strict=True))

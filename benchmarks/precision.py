@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import save
 from experiments.datasets import load_dataset, paragraph_chunks
 from kvreuse.metrics import kl_divergence
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--cases", type=int, default=5)
     parser.add_argument("--dtypes", default="float16,bfloat16")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/precision.json"))
     args = parser.parse_args()
     dataset = load_dataset("musique", data_dir="small", limit=args.cases)
 
@@ -55,6 +58,7 @@ def main() -> None:
             result = _prefill(exact, method, prompt)
             answer = exact.generate(result, max_new_tokens=16).token_ids or [result.first_token]
             references[number, method] = Reference(result.logits, answer, exact.score(result, answer))
+    saved: dict[str, list[dict[str, float]]] = {}
     print("| type | method | logit error | KL to fp32 |\n|---|---|---|---|")
     for dtype in args.dtypes.split(","):
         model = kr.load_model(args.model, device=args.device, dtype=dtype)
@@ -68,7 +72,10 @@ def main() -> None:
                 found[method].append((float(error), kl))
         for method, pairs in found.items():
             errors, kls = zip(*pairs, strict=True)
+            saved[f"{dtype}, {method!r}"] = [{"logit_error": e, "kl": k} for e, k in pairs]
             print(f"| {dtype} | {method!r} | {statistics.mean(errors):.1e} | {statistics.mean(kls):.1e} |")
+
+    save(args.out, {"model": args.model, "cases": saved})
 
 
 def _prefill(model: kr.ReuseModel, method: kr.ReuseMethod, prompt: kr.RagPrompt) -> kr.Prefill:

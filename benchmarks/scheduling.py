@@ -28,11 +28,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import save
 from kvreuse.ragcache.collector import Collector
 from kvreuse.ragcache.scheduler import ReorderQueue
 from kvreuse.ragcache.speculative import Decision, Generation, Speculator
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--queued", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--policies", default=";".join(POLICIES), help=f"separated by ';': {'; '.join(POLICIES)}")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scheduling.json"))
     args = parser.parse_args()
     names = [name.strip() for name in args.policies.split(";")]
     unknown = [name for name in names if name not in POLICIES]
@@ -231,9 +234,12 @@ def main() -> None:
     heads += ["without pauses", "longest pause, ms", "between steps: over 1 ms (max, ms)", "longest pause, ms"]
     heads += ["evictions per step, GPU/host"]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    rows = []
     for num_nodes in [int(n) for n in args.nodes.split(",")]:
         for name in names:
-            print("| " + " | ".join(measure(name, num_nodes, args.queued, args.steps)) + " |", flush=True)
+            rows.append(measure(name, num_nodes, args.queued, args.steps))
+            print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    save(args.out, {"steps": args.steps, "queued": args.queued, "heads": heads, "rows": rows})
 
 
 if __name__ == "__main__":

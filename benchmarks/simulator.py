@@ -17,6 +17,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -98,11 +99,12 @@ def apart(system: str, count: int, rate: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure, print the table, save the numbers as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", default="10000,100000,1000000")
     parser.add_argument("--systems", default="RAGCache", help=f"separated by ',': {', '.join(SYSTEMS)}")
     parser.add_argument("--rate", type=float, default=RATE, help="arrivals per simulated second")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulator.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     counts = [int(n) for n in args.requests.split(",")]
@@ -129,10 +131,12 @@ def main() -> None:
     ]
     print(f"{A10G_MISTRAL_7B.name}, {args.rate:g} requests per simulated second\n")
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    rows = []
     for name in names:
         last: tuple[int, float] | None = None
         for count in counts:
             row = apart(name, count, args.rate)
+            rows.append({"system": name, "requests": count, **row})
             growth = "-" if last is None else f"{row['cpu_s'] / last[1] / (count / last[0]):.2f}"
             last = count, row["cpu_s"]
             busy = (row["prefill_s"] + row["decode_s"] + row["moving_s"]) / row["simulated_s"]
@@ -151,6 +155,12 @@ def main() -> None:
                 f"{row['peak_mib'] - row['base_mib']:,.0f}",
             ]
             print("| " + " | ".join(cells) + " |", flush=True)
+    # torch: not in the memory of the processes that are measured
+    from benchmarks.arguments import save
+    from experiments.environment import versions
+
+    save(args.out, {"costs": A10G_MISTRAL_7B.name, "rate": args.rate, "versions": versions(), "rows": rows})
+    print(f"saved to {args.out}")
 
 
 if __name__ == "__main__":

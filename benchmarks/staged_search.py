@@ -15,9 +15,11 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import save
 from benchmarks.wiki import load_questions, wiki_texts
 from experiments.vectors import embed, embedder_named
 from kvreuse.ragcache.index import HNSWStages, IVFStages, StagedIndex
@@ -71,17 +73,22 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1000)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/staged_search.json"))
     args = parser.parse_args()
     embedder = embedder_named("demo")
     vectors, queries = embed(wiki_texts(), embedder), embed(load_questions(args.queries), embedder)
     exact = [set(row) for row in _exact(vectors, queries, args.top_k)]
+    saved = {}
     for index in (IVFStages(vectors, num_stages=args.stages), HNSWStages(vectors, num_stages=args.stages)):
         index.search(queries[0], args.top_k)
         result = measure(index, queries, args.top_k)
         hits = sum(len(exact[i] & set(index.search(q, args.top_k))) for i, q in enumerate(queries))
         result["recall_of_exact_search"] = hits / (len(queries) * args.top_k)
         print(index)
+        saved[repr(index)] = result
         print(json.dumps({k: round(v, 4) for k, v in result.items()}))
+
+    save(args.out, saved)
 
 
 def _exact(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[int]]:

@@ -146,9 +146,10 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
     """A row per dataset, cache size and method."""
     import pandas as pd
 
-    rows = []
+    rows, by_seed = [], _bounds_by_seed(results)
     for (dataset, share), group in queue_frame(results).groupby(["dataset", "share"], sort=False):
         bounds = {kind: keeps_up(part) for kind, part in group.groupby("kind", sort=False)}
+        seeds = {kind: by_seed[str(dataset), str(share), str(kind)] for kind in bounds}
         for kind, part in group.groupby("kind", sort=False):
             low = part.iloc[0]
             rows.append(
@@ -159,8 +160,10 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
                     "chunks cached": f"{low['cached_share']:.1%}",
                     "mean service to first token, s": low["service_s"],
                     "TTFT at the lowest rate, s": f"{low['ttft']:.3g} [{low['ttft_low']:.3g}, {low['ttft_high']:.3g}]",
-                    "keeps up to, requests/s": str(bounds[kind]),
-                    "times prefix caching": "1" if kind == PREFIX else bounds[kind].over(bounds[PREFIX]),
+                    "keeps up to, requests/s": f"{bounds[kind]}{_spread(seeds[kind])}",
+                    "times prefix caching": "1"
+                    if kind == PREFIX
+                    else f"{bounds[kind].over(bounds[PREFIX])}{_spread(seeds[kind], seeds[PREFIX])}",
                 }
             )
     return pd.DataFrame(rows), NOTES
@@ -196,6 +199,28 @@ def keeps_up(part: pd.DataFrame) -> Bound:
             part_way = (bound - times[place - 1]) / (seconds - times[place - 1])
             return Bound(float(rates[place - 1] + part_way * (rates[place] - rates[place - 1])))
     return Bound(float(rates[-1]), ">=")
+
+
+def _bounds_by_seed(results: Results) -> dict[tuple[str, str, str], list[Bound]]:
+    """What the curve of each seed keeps up with, by dataset, cache size and method."""
+    import pandas as pd
+
+    frame = pd.DataFrame([r for r in results.records if "rate" in r]).rename(columns={"mean_ttft_s": "ttft"})
+    found: dict[tuple[str, str, str], list[Bound]] = {}
+    for (dataset, share, kind, _), part in frame.groupby(["dataset", "share", "kind", "seed"], sort=False):
+        found.setdefault((str(dataset), str(share), str(kind)), []).append(keeps_up(part))
+    return found
+
+
+def _spread(bounds: list[Bound], over: list[Bound] | None = None) -> str:
+    """The interval of the seeds' rates, or of their ratios to others'; nothing where one is not known exactly."""
+    if any(bound.sign for bound in (*bounds, *(over or ()))):
+        return ""
+    rates = [bound.rate for bound in bounds]
+    if over is not None:
+        rates = [rate / other.rate for rate, other in zip(rates, over, strict=True)]
+    found = bootstrap_interval(rates)
+    return f" [{found.low:.3g}, {found.high:.3g}]"
 
 
 def draw(results: Results) -> Figure:

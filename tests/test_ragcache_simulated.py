@@ -13,6 +13,7 @@ import kvreuse as kr
 from experiments.__main__ import SIMULATED, listing, main
 from experiments.ragcache import fig17, fig18, fig19, rates, tab02, tab04
 from experiments.ragcache.bench import Bench, measures
+from experiments.ragcache.measured import measured_scale
 from experiments.ragcache.scales import Scale, scales_named
 from experiments.ragcache.seeds import over_seeds, percent, ratio_of, text
 from experiments.results import read_results
@@ -142,6 +143,11 @@ def test_costs_of_this_machine_are_measured_once_and_recorded(smoke, monkeypatch
     assert "measured on cpu" in scale["costs"]
     assert scale["mean_document_tokens"] is None
     assert scale["measured"] == json.loads(kept.read_text())
+
+    old = {**scale["measured"], "format": "kvreuse serving costs 1"}  # before searches and iterations cost each other
+    kept.write_text(json.dumps(old))
+    again = measured_scale.__wrapped__(str(folder / "toy-llama"), small=True)
+    assert json.loads(json.dumps(again.costs.record())) == json.loads(kept.read_text()) != old
 
 
 # -- what is simulated ----------------------------------------------------------------

@@ -42,7 +42,7 @@ def settings(embedder: str, choices: bool) -> list[Setting]:
     found = [Setting("documents per request", f"top {k}", Search("flat", k, embedder=embedder)) for k in (1, 2, 3, 5)]
     indexes = (("flat", "flat (exact)"), ("ivf", "IVF"), ("hnsw", "HNSW"))
     found += [Setting("vector index", name, Search(index, 1, embedder=embedder)) for index, name in indexes]  # type: ignore[arg-type]
-    for name in dict.fromkeys((embedder, "words")):
+    for name in () if embedder == "words" else (embedder, "words"):
         label = {"demo": "all-MiniLM-L6-v2", "words": "hashed words"}.get(name, name)
         found.append(Setting("embedder", label, Search("flat", 1, embedder=name)))
     if choices:

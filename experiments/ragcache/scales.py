@@ -75,12 +75,15 @@ MEASURED = "measured"
 SCALE_NAMES = (*_PUBLISHED, MEASURED)
 
 
-def scales_named(name: str, model: str = "demo") -> tuple[Scale, ...]:
-    """The servers of one ``--costs``; figures about one model take the first. ``model`` is the one that is measured."""
+def scales_named(name: str, model: str = "demo", small: bool = False) -> tuple[Scale, ...]:
+    """The servers of one ``--costs``; figures about one model take the first.
+
+    ``model`` is the one that is measured, up to the prompts of the ``small`` sets or of the real ones.
+    """
     if name == MEASURED:
         from experiments.ragcache.measured import measured_scale
 
-        return (measured_scale(model),)
+        return (measured_scale(model, small),)
     if name not in _PUBLISHED:
         raise ValueError(f"costs {name!r} is unknown: choose one of {', '.join(SCALE_NAMES)}")
     return _PUBLISHED[name]()

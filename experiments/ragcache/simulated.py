@@ -51,7 +51,7 @@ class SimulatedConfig(CountedConfig):
     @property
     def scales(self) -> tuple[Scale, ...]:
         """The servers."""
-        return scales_named(self.costs, self.model)
+        return scales_named(self.costs, self.model, self.small)
 
     def search(self, top_k: int = 2) -> Search:
         """The paper's default: an IVF index, searched in four stages."""

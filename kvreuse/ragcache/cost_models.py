@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvreuse.ragcache.profiler import CostProfiler, bilinear
 
-_FORMAT = "kvreuse serving costs 1"
+_FORMAT = "kvreuse serving costs 2"
 _SAME = ("model", "dtype", "device", "threads")  # conditions under which a mean makes sense
 
 
