@@ -84,7 +84,7 @@ def test_they_are_listed_with_section_and_cost():
         line = lines[f"python -m experiments.{figure}"]
         assert "RAGCache 3" in line or "CacheBlend" in line
         assert (COUNTED | TIMED)[figure].cost in line
-    assert "30 minutes, not in `all`" in lines["python -m experiments.ragcache.check_simulator"]
+    assert "50 minutes, not in `all`" in lines["python -m experiments.ragcache.check_simulator"]
 
 
 def test_what_takes_long_runs_by_name_only(monkeypatch, capsys):
