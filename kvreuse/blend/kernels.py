@@ -1,11 +1,13 @@
-"""Which of PyTorch's attention kernels a pass of rows may use."""
+"""How a pass of rows runs what PyTorch has several ways for: attention kernels, and an MLP in blocks of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -19,3 +21,23 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+# Rows of an MLP at a time on a CPU: of more, what is between its products leaves the cache (docs/performance.md).
+_MLP_ROWS = 512
+
+
+def takes_row_blocks(mlp: Any) -> bool:
+    """Whether a module is a dense MLP in fp32 on a CPU, every row of which is computed by itself."""
+    down = getattr(mlp, "down_proj", None)
+    return type(down) is nn.Linear and down.weight.device.type == "cpu" and down.weight.dtype == torch.float32
+
+
+def in_row_blocks(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    """``forward`` of ``hidden`` [1, n, hidden], a block of rows at a time."""
+    if hidden.shape[1] <= _MLP_ROWS:
+        return forward(hidden)
+    out = torch.empty_like(hidden)
+    for part, rows in zip(out.split(_MLP_ROWS, dim=1), hidden.split(_MLP_ROWS, dim=1), strict=True):
+        part.copy_(forward(rows))
+    return out

@@ -16,7 +16,7 @@ from kvreuse import compat
 from kvreuse.blend.cache import ProbeCache, StopLayer
 from kvreuse.blend.hooks import forward_through, hooked, narrow_query
 from kvreuse.blend.index import ROW_DIMS, Index, lists_rows
-from kvreuse.blend.kernels import attention_kernels
+from kvreuse.blend.kernels import attention_kernels, in_row_blocks, takes_row_blocks
 from kvreuse.blend.packing import Packing
 from kvreuse.blend.rows import PackedMask, RowMask, row_attention
 from kvreuse.errors import UnsupportedModelError
@@ -107,6 +107,9 @@ class RowPass:
                     stack.enter_context(hooked(attention.register_forward_hook(self._watch(index))))
             self._dense = not stack.enter_context(compat.attention_through(model.hf, row_attention))
             stack.enter_context(attention_kernels(model.device))
+            mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.layers]
+            for mlp in filter(takes_row_blocks, mlps):
+                stack.enter_context(forward_through(mlp, partial(in_row_blocks, mlp.forward)))
             if model.graphs is not None and not self._dense and self._on_attention is None:
                 for index, layer in enumerate(model.layers):
                     through = partial(self._through_graphs, model.graphs, index, layer.forward)
