@@ -10,7 +10,6 @@ intervals, times are medians.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import save
 from experiments.datasets import load_dataset, paragraph_chunks
 from kvreuse.metrics import bootstrap_interval, kl_divergence
 from kvreuse.store.codec import KVDtype
@@ -47,8 +47,7 @@ def main() -> None:
         chunks = paragraph_chunks(case)
         prompt = kr.RagPrompt.from_texts(model, system=dataset.task.system, chunks=chunks, question=question)
         rows += _case(model, prompt)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"model": model.name, "source": dataset.source, "rows": rows}, indent=1))
+    save(args.out, {"model": model.name, "source": dataset.source, "rows": rows})
     print(f"{model.name}, {dataset.source}, {len(dataset.cases)} cases")
     print(table(rows))
 

@@ -15,7 +15,6 @@ Without a GPU it runs a tiny shape on the CPU and says so: a test of the script,
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +27,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvreuse as kr
+from benchmarks.arguments import save
 from benchmarks.random_models import SHAPES, RandomModel, does_not_fit, random_prompt
 from benchmarks.tables import stage_table, timed_stages
 from experiments.environment import COMMIT, processor, versions
@@ -149,8 +149,7 @@ def _measure(
             continue
         try:
             timed.method.encode(model, prompt, store)
-            model.graphs = graphs if timed.graphs else None
-            result = _prefill(cell, timed, model, prompt, store)
+            result = _prefill(cell, timed, model, prompt, store, graphs)
         except (RuntimeError, kr.UnsupportedModelError) as error:  # out of memory, no kernel for this type
             cell.not_run[timed.label] = f"{type(error).__name__}: {error}"
             continue
@@ -169,24 +168,33 @@ def _measure(
         times: dict[str, dict[str, float]] = {}
         try:
             for timed in ready[shift:] + ready[:shift]:
-                model.graphs = graphs if timed.graphs else None
-                times[timed.label] = timed_stages(_prefill(cell, timed, model, prompt, store))
+                times[timed.label] = timed_stages(_prefill(cell, timed, model, prompt, store, graphs))
         except RuntimeError as error:  # the rounds before it are kept
             cell.not_run[timed.label] = f"{type(error).__name__}: {error}"
             break
         cell.rounds.append({timed.label: times[timed.label] for timed in ready})
         round_s = time.perf_counter() - began
-    model.graphs = None  # their memory is free for the next prompt
     if not cell.rounds:
         cell.not_run |= {timed.label: _out_of_time(settings) for timed in ready}
 
 
-def _prefill(cell: Cell, timed: Timed, model: RandomModel, prompt: kr.RagPrompt, store: kr.KVStore) -> kr.Prefill:
+def _prefill(
+    cell: Cell,
+    timed: Timed,
+    model: RandomModel,
+    prompt: kr.RagPrompt,
+    store: kr.KVStore,
+    graphs: LayerGraphs | None,
+) -> kr.Prefill:
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
-    with timed.held_to_kernel():
-        result = timed.method.prefill(model, prompt, store)
+    model.graphs = graphs if timed.graphs else None
+    try:
+        with timed.held_to_kernel():
+            result = timed.method.prefill(model, prompt, store)
+    finally:
+        model.graphs = None  # nothing else runs through them; with the prompt's last round their memory is free
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(model.device)
         cell.peak_bytes.setdefault(timed.label, peak)
@@ -254,12 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings, out = parse(arguments)
     head = header(settings)
     cells: list[Cell] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)  # or fail before anything is measured
     print(report(head, cells))
     for cell in run(settings):
         cells.append(cell)
         print(cell.table() + "\n", flush=True)
-        out.write_text(json.dumps({"header": head, "cells": [asdict(c) for c in cells]}, indent=1))
+        save(out, {"header": head, "cells": [asdict(c) for c in cells]})
         out.with_suffix(".md").write_text(report(head, cells))
     print(f"saved to {out} and {out.with_suffix('.md')}")
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import kvreuse as kr
+from benchmarks.arguments import save
 from benchmarks.memory import MemorySampler, resident_mib, trim
 from benchmarks.wiki import load_questions, wiki_texts
 from experiments.vectors import embed, embedder_named
@@ -204,8 +205,7 @@ def main() -> None:
     }
     server.tree.check_integrity()
     print(json.dumps(result, indent=1))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**result, "memory": sampler.samples}, indent=1))
+    save(args.out, {**result, "memory": sampler.samples})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.arguments import save
+from experiments.environment import versions
 from kvreuse.ragcache.published import A10G_MISTRAL_7B
 from kvreuse.ragcache.simulation_input import Requests
 from kvreuse.ragcache.simulator import Simulator
@@ -155,10 +157,6 @@ def main() -> None:
                 f"{row['peak_mib'] - row['base_mib']:,.0f}",
             ]
             print("| " + " | ".join(cells) + " |", flush=True)
-    # torch: not in the memory of the processes that are measured
-    from benchmarks.arguments import save
-    from experiments.environment import versions
-
     save(args.out, {"costs": A10G_MISTRAL_7B.name, "rate": args.rate, "versions": versions(), "rows": rows})
     print(f"saved to {args.out}")
 

@@ -10,7 +10,6 @@ layer, page cache dropped and warm; medians over chunks.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import shutil
 import statistics
@@ -22,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 import kvreuse as kr
+from benchmarks.arguments import save
 
 _MODEL = "b" * 64
 
@@ -110,8 +110,7 @@ def main() -> None:
         result = {**index(folder / "many", args.entries), **throughput(folder)}
     finally:
         shutil.rmtree(folder)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1))
+    save(args.out, result)
     for name, value in result.items():
         print(f"{name:24s} {value:10.3f}")
 

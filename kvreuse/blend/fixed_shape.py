@@ -80,9 +80,7 @@ class FixedShape:
     def hold(self, name: Any, value: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """``value`` in fixed memory, padded along ``dim`` by its last row."""
         padded = value.index_select(dim, self._pad)
-        if name not in self._held:
-            self._held[name] = torch.empty_like(padded, memory_format=torch.contiguous_format)
-        return self._held[name].copy_(padded)
+        return self._memory(name, padded.shape, padded.dtype).copy_(padded)
 
     def hold_once(self, name: Any, value: Any, dim: int) -> Any:
         """The same for what layers are handed alike, which is copied once per selection; of a tuple, each part."""
@@ -97,17 +95,12 @@ class FixedShape:
 
     def output(self, like: torch.Tensor) -> torch.Tensor:
         """Where graphs leave the hidden states."""
-        if "output" not in self._held:
-            self._held["output"] = torch.empty_like(like)
-        return self._held["output"]
+        return self._memory("output", like.shape, like.dtype)
 
     def mask(self, kind: str, mask: RowMask | PackedMask, num_keys: int, dtype: torch.dtype) -> FixedMask:
         """The mask of a kind of layer; made once per selection."""
         name = ("mask", kind)
-        if name not in self._held:
-            shape = self.num_rows, self.num_keys + _SCRATCH
-            self._held[name] = torch.empty(shape, dtype=dtype, device=self.slots.device)
-        held = self._held[name]
+        held = self._memory(name, (self.num_rows, self.num_keys + _SCRATCH), dtype)
         if self._sources.get(name) is not mask:
             held[:, :num_keys] = mask.additive(dtype).index_select(0, self._pad)
             held[:, num_keys:] = torch.finfo(dtype).min
@@ -125,3 +118,9 @@ class FixedShape:
             self.kv[at][:, :, num_keys:].zero_()
             out.append(self.kv[at])
         return out[0], out[1]
+
+    def _memory(self, name: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same tensor whenever it is asked for by this name."""
+        if name not in self._held:
+            self._held[name] = torch.empty(shape, dtype=dtype, device=self.slots.device)
+        return self._held[name]

@@ -84,9 +84,9 @@ def measure_costs(
     for start in range(0, len(found), max_batch):
         time.sleep(pause_s)
         served.serve(found[start : start + max_batch])
-    search_s = statistics.fmean(sum(seconds) for _, seconds in searches[1:] or searches)
     beside_s, contention_s = _contention(model, retriever, questions, min(new_tokens))
     stages = zip(*(seconds for _, seconds in searches[1:] or searches), strict=True)
+    stage_s = tuple(statistics.fmean(seconds) for seconds in stages)
     after = grids()
     prefill = replace(before[0], seconds=frozen(mean_of([before[0].seconds, after[0].seconds])))
     step = replace(before[1], seconds=frozen(mean_of([before[1].seconds, after[1].seconds])))
@@ -100,12 +100,12 @@ def measure_costs(
         step=step,
         prefill_overheads_s=tuple(max(0.0, by_rows.get(n, by_rows[max(by_rows)])) for n in range(max_batch)),
         step_overhead_s=max(0.0, statistics.fmean(steps)) if steps else 0.0,
-        search_stage_s=tuple(statistics.fmean(seconds) for seconds in stages),
+        search_stage_s=stage_s,
         keep_s_per_byte=keep,
         to_gpu_s_per_byte=to_gpu,
         to_host_s_per_byte=to_host,
         bytes_per_token=bytes_per_token(model),
-        contended_search=beside_s / search_s,
+        contended_search=beside_s / sum(stage_s),
         contention_s=contention_s,
         conditions=conditions(model),
     )
