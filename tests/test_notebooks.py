@@ -37,7 +37,11 @@ def test_notebook_runs(path, demo_model, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     # a deadline for a hung kernel only: speed is no matter of tests
     client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        coalesce_streams=True,  # into how many pieces a cell's prints come depends on its speed
     )
     client.execute()
     kept = [[o.output_type for o in c.outputs if o.get("name") != "stderr"] for c in code_cells(notebook)]
