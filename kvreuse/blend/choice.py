@@ -122,7 +122,7 @@ class Choice:
         if layer == 1:  # nothing deviates on layer 0
             scores = self._scores[index]
         else:
-            scores = deviation()[torch.isin(rows, self.chosen)]
+            scores = deviation()[torch.searchsorted(rows, self.chosen)]
             if self.fusor.drop != "deviation":
                 layers = slice(layer - 1, layer) if self.fusor.drop == "attended" else slice(layer, None)
                 scores = scores * attention()[layers, index].mean(dim=0)

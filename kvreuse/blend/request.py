@@ -155,7 +155,7 @@ class Blend:
             return known[metric]
 
         def deviation(b: int, metric: Metric) -> torch.Tensor:
-            return deviations(metric)[b][torch.isin(rows[b], self.choices[b].positions)]
+            return deviations(metric)[b][torch.searchsorted(rows[b], self.choices[b].positions)]
 
         for b, choice in enumerate(self.choices):
             if choice.selector is not None:
@@ -168,7 +168,7 @@ class Blend:
         held.measure, held.deviation = None, None
         if not isinstance(self.fusor.schedule, Constant):
             seen = zip(deviations(self.fusor.measure), rows, self.choices, strict=True)
-            held.deviation = torch.cat([own[torch.isin(ran, c.rows)] for own, ran, c in seen])
+            held.deviation = torch.cat([own[torch.searchsorted(ran, c.rows)] for own, ran, c in seen])
         return self.packing.join([c.rows for c in self.choices])
 
     # -- what selectors may ask for ---------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,26 +10,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvreuse.blend.products import RowProducts
+
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
 _BLOCK_ROWS_CPU = 64
 _BLOCK_ROWS_GPU = 1024
-_PRODUCT_ROWS = 96  # of `_products`: tokens times the query heads that share a KV head
 _ALIGNMENT = 8  # of a mask's rows, in numbers, for PyTorch's memory-efficient attention on GPUs
 _MASKED_COST = 2.2  # measured: a masked score costs PyTorch's kernels this many times a causal one
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``start:stop`` against keys ``key_start:key_stop``.
-
-    ``mask``: additive, [rows, key_stop - mask_start]; the keys before ``mask_start`` are seen by all of these rows.
-    """
+    """Rows ``start:stop`` against keys ``key_start:key_stop``; ``mask``: additive, [rows, key_stop - key_start]."""
 
     start: int
     stop: int
     key_start: int
     key_stop: int
-    mask_start: int
     mask: torch.Tensor
 
 
@@ -52,9 +48,6 @@ class RowMask:
     last_key: torch.Tensor | None = None
     return_weights: bool = False
     _blocks: dict[Any, list[Block]] = field(default_factory=dict, init=False, repr=False)
-    _buffer: torch.Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"), init=False, repr=False
-    )
 
     @property
     def _last(self) -> torch.Tensor:
@@ -79,17 +72,21 @@ class RowMask:
         n, windowed = self.rows.numel(), self.window is not None and self.window < self.num_keys
         return self.last_key is None and not windowed and bool(n == self.num_keys - int(self.rows[0]))
 
-    def blocks(self, dtype: torch.dtype, size: int, whole: bool = True) -> list[Block]:
-        """The rows in blocks of ``size``, made once per selection; ``whole``: masks of all keys, as kernels want them.
+    @cached_property
+    def _products(self) -> RowProducts:
+        return RowProducts(self._last, self.window)
+
+    def blocks(self, dtype: torch.dtype, size: int) -> list[Block]:
+        """The rows in blocks of ``size``, made once per selection.
 
         Masks stand at multiples of 8 numbers: what does not, a GPU's memory-efficient kernel copies in every layer.
         """
-        key = (dtype, size, whole)
+        key = (dtype, size)
         if key not in self._blocks:
-            self._blocks[key] = list(self._make_blocks(dtype, size, whole))
+            self._blocks[key] = list(self._make_blocks(dtype, size))
         return self._blocks[key]
 
-    def _make_blocks(self, dtype: torch.dtype, size: int, whole: bool) -> Iterator[Block]:
+    def _make_blocks(self, dtype: torch.dtype, size: int) -> Iterator[Block]:
         last = self._last.tolist()
         for start in range(0, len(last), size):
             stop = min(start + size, len(last))
@@ -97,11 +94,10 @@ class RowMask:
             key_start = 0 if self.window is None else max(0, last[start] - self.window + 1)
             # Without a window all rows see what the first one sees: only the keys behind that differ.
             differ = last[start] + 1 if self.window is None else key_start
-            mask_start = key_start if whole else differ
-            shape = stop - start, -(-(key_stop - mask_start) // _ALIGNMENT) * _ALIGNMENT
-            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : key_stop - mask_start]
-            mask[:, differ - mask_start :] = self.additive(dtype, slice(start, stop), slice(differ, key_stop))
-            yield Block(start, stop, key_start, key_stop, mask_start, mask)
+            shape = stop - start, -(-(key_stop - key_start) // _ALIGNMENT) * _ALIGNMENT
+            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : key_stop - key_start]
+            mask[:, differ - key_start :] = self.additive(dtype, slice(start, stop), slice(differ, key_stop))
+            yield Block(start, stop, key_start, key_stop, mask)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D]; returns [B, H, n, D]."""
@@ -115,39 +111,9 @@ class RowMask:
             )
             return out[:, :, skipped:]
         if query.device.type == "cpu" and query.dtype == torch.float32:
-            return self._products(query, key, value, scale)
+            return self._products.attend(query, key, value, scale)
         size = _BLOCK_ROWS_CPU if query.device.type == "cpu" else _BLOCK_ROWS_GPU
         return masked_attention(query, key, value, self.blocks(query.dtype, size), scale)
-
-    def _products(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """As two matrix products and a softmax for a block of rows at a time.
-
-        PyTorch's fused CPU kernel tiles short queries in 32 rows, which keeps its products from their best rate
-        (docs/performance.md). The query heads that share a KV head become rows: no key is copied.
-        """
-        batch, kv_heads = key.shape[:2]
-        n, dim, groups = query.shape[2], value.shape[-1], query.shape[1] // kv_heads
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        folded = (query * scale).unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(0, 1)  # [B H_kv, n, G, D]
-        keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
-        out = query.new_empty(batch, n, kv_heads, groups, dim)
-        blocks = self.blocks(query.dtype, max(1, _PRODUCT_ROWS // groups), whole=False)
-        scored = max((b.stop - b.start) * (b.key_stop - b.key_start) for b in blocks)
-        if self._buffer.numel() < batch * query.shape[1] * scored:  # one memory for every block and layer
-            self._buffer.resize_(batch * query.shape[1] * scored)
-        for block in blocks:
-            rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
-            part = folded[:, rows].flatten(1, 2)
-            shape = (*part.shape[:2], block.key_stop - block.key_start)
-            scores = torch.bmm(part, keys[:, :, seen], out=self._buffer[: math.prod(shape)].view(shape))
-            differ = block.mask_start - block.key_start
-            scores.unflatten(1, (-1, groups))[..., differ:].add_(block.mask[:, None])
-            torch.softmax(scores, dim=-1, out=scores)
-            part = (scores @ values[:, seen]).view(batch, kv_heads, -1, groups, dim)
-            out[:, rows] = part.transpose(1, 2)
-        return out.flatten(2, 3).transpose(1, 2)
 
     def weights(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention weights [B, H, n, S] in fp32."""
