@@ -11,6 +11,7 @@ from typing import Any
 import kvreuse as kr
 from benchmarks.flops import Costs, Work
 from benchmarks.rates import Meter, Rates
+from kvreuse.intervals import Interval, bootstrap_interval
 from kvreuse.results import TTFT_STAGES, BatchPrefill, Prefill
 
 Run = Callable[[kr.ReuseMethod], Prefill | BatchPrefill]
@@ -39,6 +40,10 @@ class Measured:
         """The median of a number over the rounds."""
         return statistics.median(of(r) for r in self.rounds)
 
+    def interval(self, of: Callable[[Round], float]) -> Interval:
+        """The median of a number over the rounds, and how sure we are of it (95%, resampling rounds)."""
+        return bootstrap_interval([of(r) for r in self.rounds], statistic=lambda values: float(values.quantile(0.5)))
+
     def ttft_s(self, name: str) -> float:
         """Median TTFT."""
         return self.median(lambda r: r.seconds[name]["ttft_s"])
@@ -59,16 +64,16 @@ class Measured:
         """Fraction of the floor reached: floor over time taken, both of the same round; median."""
         return self.median(lambda r: self._reached(r, name))
 
-    def relative(self, name: str, reference: str) -> float:
+    def relative(self, name: str, reference: str) -> Interval:
         """The fraction reached over the reference's own, within the round; median."""
-        return self.median(lambda r: self._reached(r, name) / self._reached(r, reference))
+        return self.interval(lambda r: self._reached(r, name) / self._reached(r, reference))
 
     def _reached(self, one: Round, name: str) -> float:
         return one.rates.floor_s(self.work[name]) / one.seconds[name]["taken_s"]
 
-    def speed_up(self, name: str, reference: str) -> float:
+    def speed_up(self, name: str, reference: str) -> Interval:
         """How many times faster than the reference, within the round; median."""
-        return self.median(lambda r: r.seconds[reference]["taken_s"] / r.seconds[name]["taken_s"])
+        return self.interval(lambda r: r.seconds[reference]["taken_s"] / r.seconds[name]["taken_s"])
 
     def stage_share(self, name: str, stages: Iterable[str]) -> float:
         """Share of the TTFT that these stages take; median."""

@@ -92,7 +92,7 @@ def table(name: str, found: dict[int, Measured], per_request: bool = False) -> s
             flops = m.work[method].flops / share / 1e9
             cells.append(f"{m.taken_s(method) / share:.3g} ({flops:.0f}; {m.reached(method):.0%})")
         gain = m.speed_up(repr(METHODS[-1]), repr(METHODS[0]))
-        lines.append(f"| {size} | " + " | ".join([*cells, f"{gain:.2f}"]) + " |")
+        lines.append(f"| {size} | " + " | ".join([*cells, f"{gain.mean:.2f}"]) + " |")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from benchmarks.growth_plot import draw
 from benchmarks.measured import Measured, Round, measure
 from benchmarks.peak import MIB, Peak, high_water_mib
 from benchmarks.rates import Meter, Rates
+from kvreuse.intervals import Interval
 
 FULL, BLEND = kr.FullRecompute(), kr.CacheBlend(ratio=0.3)
 RATES = Rates(gemm=100.0, attention=50.0, copy=10.0)
@@ -40,14 +41,15 @@ def test_fractions_are_taken_within_a_round():
     assert measured.floor_s(blend) == 10
     assert measured.reached(full) == 0.5
     assert measured.reached(blend) == 0.5
-    assert measured.relative(blend, full) == 1.0
-    assert measured.speed_up(blend, full) == 2
+    assert measured.relative(blend, full) == Interval(1.0, 0.8, 1.25)
+    assert measured.speed_up(blend, full) == Interval(2.0, 1.6, 2.5)
     assert measured.stage_share(blend, ["load_s", "rotate_s"]) == 0.25
     again = Measured.from_json(json.loads(json.dumps(measured.as_json())))
     assert again == measured
     row = floor.floor_table([full, blend], measured).splitlines()[-1]
     assert [cell.strip() for cell in row.split("|")][2:-1] == [
-        *("25000", "25000", "0.0", "0.0", "0", "10000", "50%", "1.00", "8500", "2.00", "2.00", "25.0%"),
+        *("25000", "25000", "0.0", "0.0", "0", "10000", "50%", "1.00 [0.80, 1.25]", "8500", "2.00 [1.60, 2.50]"),
+        *("2.00", "25.0%"),
     ]
 
 

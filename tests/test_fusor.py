@@ -356,17 +356,19 @@ def test_chunks_that_cannot_be_encoded(model):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral-moe", "phi3-longrope"])
 def test_an_mlp_in_blocks_of_rows_is_the_same(name, monkeypatch):
-    """In blocks of 7 rows, the last one shorter; experts, which look at all rows, stay whole."""
+    """In blocks of about 7 rows, all of one size; experts, which look at all rows, stay whole."""
     method, prompt, model = kr.CacheBlend(ratio=0.3), rag_prompt(), tiny_model(name)
     store, sizes = stored(method, model, prompt), []
     mlp = model.layers[1].mlp
     handle = getattr(mlp, "down_proj", mlp).register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
     whole = method.prefill(model, prompt, store)
-    assert max(sizes) > 7
+    assert max(sizes) > 10
     sizes.clear()
     monkeypatch.setattr(kernels, "_MLP_ROWS", 7)
     blocks = method.prefill(model, prompt, store)
     handle.remove()
     torch.testing.assert_close(blocks.logits, whole.logits, atol=1e-5, rtol=1e-5)
-    assert (max(sizes) > 7) == (name == "mixtral-moe")
+    assert (max(sizes) > 10) == (name == "mixtral-moe")
+    many = [n for n in sizes if n > 1]  # the last layer's single row
+    assert min(many) >= 5
     assert all("forward" not in layer.mlp.__dict__ for layer in model.layers)

@@ -34,10 +34,11 @@ def takes_row_blocks(mlp: Any) -> bool:
 
 
 def in_row_blocks(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    """``forward`` of ``hidden`` [1, n, hidden], a block of rows at a time."""
-    if hidden.shape[1] <= _MLP_ROWS:
+    """``forward`` of ``hidden`` [1, n, hidden], a block of rows at a time; blocks are of one size, none a remainder."""
+    count = round(hidden.shape[1] / _MLP_ROWS)
+    if count <= 1:
         return forward(hidden)
     out = torch.empty_like(hidden)
-    for part, rows in zip(out.split(_MLP_ROWS, dim=1), hidden.split(_MLP_ROWS, dim=1), strict=True):
+    for part, rows in zip(out.tensor_split(count, dim=1), hidden.tensor_split(count, dim=1), strict=True):
         part.copy_(forward(rows))
     return out
