@@ -33,7 +33,7 @@ from kvreuse.intervals import Interval
 
 NOTES = (
     "taken = by the clock that the rates are measured by; reached = floor / taken, of the same round; own = that "
-    "relative to full recompute's; in brackets 95% intervals of the median over rounds; load + rotate = their share of "
+    "relative to full recompute's; in brackets bootstrap intervals of the medians; load + rotate = their share of "
     "the TTFT."
 )
 

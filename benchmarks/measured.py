@@ -41,7 +41,7 @@ class Measured:
         return statistics.median(of(r) for r in self.rounds)
 
     def interval(self, of: Callable[[Round], float]) -> Interval:
-        """The median of a number over the rounds, and how sure we are of it (95%, resampling rounds)."""
+        """The median of a number over the rounds, and its bootstrap interval (of up to five rounds their range)."""
         return bootstrap_interval([of(r) for r in self.rounds], statistic=lambda values: float(values.quantile(0.5)))
 
     def ttft_s(self, name: str) -> float:

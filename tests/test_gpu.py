@@ -31,13 +31,13 @@ def test_masks_for_a_gpu_are_aligned_and_mask_the_same(rows, window):
     mask = RowMask(torch.tensor(rows), 200, window)
     expected, stop = mask.weights(q, k, None) @ v, 0
     for block in mask.blocks(torch.float32, 64):
-        assert block.start == stop
-        stop = block.stop
+        assert block.rows.start == stop
+        stop = block.rows.stop
         assert (block.mask.stride(0) % 8, block.mask.stride(1)) == (0, 1)
-        seen = slice(block.key_start, block.key_stop)
-        assert torch.equal(block.mask == 0, mask.visible(slice(block.start, block.stop), seen))
-        out = F.scaled_dot_product_attention(q[:, :, block.start : stop], k[:, :, seen], v[:, :, seen], block.mask)
-        torch.testing.assert_close(out, expected[:, :, block.start : stop], atol=1e-5, rtol=1e-5)
+        seen = block.keys
+        assert torch.equal(block.mask == 0, mask.visible(block.rows, seen))
+        out = F.scaled_dot_product_attention(q[:, :, block.rows], k[:, :, seen], v[:, :, seen], block.mask)
+        torch.testing.assert_close(out, expected[:, :, block.rows], atol=1e-5, rtol=1e-5)
     assert stop == len(rows)
 
 

@@ -35,7 +35,7 @@ class FixedMask:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [1, H, n, D] over ``key``, ``value`` [1, H_kv, S, D]; returns [1, H, n, D]."""
-        whole = Block(0, query.shape[2], 0, key.shape[2], self.mask)
+        whole = Block(slice(query.shape[2]), slice(key.shape[2]), self.mask)
         return masked_attention(query, key, value, [whole], scale)
 
 

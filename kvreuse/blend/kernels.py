@@ -23,7 +23,8 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-# Rows of an MLP at a time on a CPU: of more, what is between its products leaves the cache (docs/performance.md).
+# About how many rows of an MLP at a time on a CPU: of thousands, what is between its products leaves the cache
+# (docs/performance.md).
 _MLP_ROWS = 512
 
 
@@ -34,7 +35,7 @@ def takes_row_blocks(mlp: Any) -> bool:
 
 
 def in_row_blocks(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    """``forward`` of ``hidden`` [1, n, hidden], a block of rows at a time; blocks are of one size, none a remainder."""
+    """``forward`` of ``hidden`` [1, n, hidden], a block of rows at a time; no block is a small remainder."""
     count = round(hidden.shape[1] / _MLP_ROWS)
     if count <= 1:
         return forward(hidden)

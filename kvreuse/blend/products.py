@@ -7,6 +7,7 @@ under a mask (docs/performance.md).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,75 +17,78 @@ _BLOCK_ROWS = 96
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tokens ``start:stop`` of the rows against keys ``key_start:key_stop``.
-
-    ``mask``: additive, [tokens, key_stop - mask_start]; the keys before ``mask_start`` are seen by all of them.
-    """
+class Span:
+    """Tokens ``start:stop`` of the rows, which see keys ``key_start:key_stop``, all of them those before ``differ``."""
 
     start: int
     stop: int
     key_start: int
     key_stop: int
-    mask_start: int
-    mask: torch.Tensor
+    differ: int
+
+
+def spans(last: torch.Tensor, window: int | None, size: int) -> Iterator[Span]:
+    """Blocks of ``size`` tokens; token i sees the keys up to ``last[i]`` (sorted, [n]), its window's part of them."""
+    seen = last.tolist()
+    for start in range(0, len(seen), size):
+        stop = min(start + size, len(seen))
+        key_start = 0 if window is None else max(0, seen[start] - window + 1)
+        # Without a window all tokens see what the first one sees: only the keys behind that differ.
+        differ = seen[start] + 1 if window is None else key_start
+        yield Span(start, stop, key_start, seen[stop - 1] + 1, differ)
 
 
 class RowProducts:
-    """Row i sees the keys up to ``last[i]`` (sorted, [n]), of these the last ``window`` if there is one."""
+    """Attention of tokens of which the i-th sees the keys up to ``last[i]`` (sorted, [n], on the CPU), its window's.
+
+    Args:
+        last: the last key that each token sees.
+        window: keys seen, that one included; None is all.
+    """
 
     def __init__(self, last: torch.Tensor, window: int | None) -> None:
-        self._last, self._window = last, window
-        self._parts: dict[int, list[Part]] = {}
-        self._scores = torch.empty(0, dtype=torch.float32)  # one memory for all parts and layers
+        self._last, self._window = last, None if window is None or window > int(last[-1]) else window
+        self._blocks: dict[int, list[tuple[Span, torch.Tensor]]] = {}
+        self._scores = torch.empty(0, dtype=torch.float32, device="cpu")  # one memory for all blocks and layers
 
-    def parts(self, size: int) -> list[Part]:
-        """The rows in blocks of ``size`` tokens, made once; their masks are cut from one tensor."""
-        if size not in self._parts:
-            self._parts[size] = self._make_parts(size)
-        return self._parts[size]
+    def _blocks_of(self, size: int) -> list[tuple[Span, torch.Tensor]]:
+        """Blocks of ``size`` tokens, each with its additive mask [tokens, key_stop - differ]; made once."""
+        if size not in self._blocks:
+            # In float, whose arithmetic is vectorised where comparisons are not; numbers of tokens are exact in it.
+            last = self._last.float()[:, None]
+            self._blocks[size] = [(s, self._mask(s, last)) for s in spans(self._last, self._window, size)]
+        return self._blocks[size]
 
-    def _make_parts(self, size: int) -> list[Part]:
-        last, window = self._last.tolist(), self._window
-        spans = []
-        for start in range(0, len(last), size):
-            stop = min(start + size, len(last))
-            key_start = 0 if window is None else max(0, last[start] - window + 1)
-            # Without a window all see what the first one sees: only the keys behind that differ.
-            mask_start = last[start] + 1 if window is None else key_start
-            spans.append((start, stop, key_start, last[stop - 1] + 1, mask_start))
-        # In float, whose arithmetic is vectorised where comparisons are not; numbers of tokens are exact in it.
-        begin = torch.tensor([float(mask_start) for *_, mask_start in spans]).repeat_interleave(size)[: len(last)]
-        ahead = (self._last - begin)[:, None]  # the last key seen, from the block's mask_start on
-        key = torch.arange(max(key_stop - mask_start for *_, key_stop, mask_start in spans), dtype=torch.float32)
-        room = ahead - key  # below 0: not yet seen
-        if window is not None:
-            torch.minimum(room, key - ahead + (window - 1), out=room)  # below 0: no longer seen
-        mask = room.clamp_(-1, 0).mul_(torch.finfo(torch.float32).max)
-        return [Part(*span, mask[span[0] : span[1], : span[3] - span[4]]) for span in spans]
+    def _mask(self, span: Span, last: torch.Tensor) -> torch.Tensor:
+        key = torch.arange(span.differ, span.key_stop, dtype=torch.float32, device="cpu")
+        seen = last[span.start : span.stop]
+        room = seen - key  # below 0: not yet seen
+        if self._window is not None:
+            torch.minimum(room, key - seen + (self._window - 1), out=room)  # below 0: no longer seen
+        return room.clamp_(-1, 0).mul_(torch.finfo(torch.float32).max)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D]; returns [B, H, n, D]."""
+        """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D], fp32; returns [B, H, n, D]."""
         batch, kv_heads = key.shape[:2]
         n, dim, groups = query.shape[2], value.shape[-1], query.shape[1] // kv_heads
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         # The query heads that share a KV head become rows: no key is repeated.
         rows = query.unflatten(1, (kv_heads, groups)).transpose(2, 3).reshape(batch * kv_heads, n * groups, -1)
-        # Transposed once, for all parts: a product with keys as they lie takes up to a quarter longer.
-        keys, values = key.flatten(0, 1).transpose(1, 2).contiguous(), value.flatten(0, 1)
+        keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
         out = query.new_empty(batch, n, kv_heads, groups, dim)
-        parts = self.parts(max(1, _BLOCK_ROWS // groups))
-        needed = len(rows) * groups * max((p.stop - p.start) * (p.key_stop - p.key_start) for p in parts)
+        blocks = self._blocks_of(max(1, _BLOCK_ROWS // groups))
+        if len(blocks) > 1:  # transposed once: a product with keys as they lie takes up to a quarter longer
+            keys = keys.contiguous()
+        needed = len(rows) * groups * max((s.stop - s.start) * (s.key_stop - s.key_start) for s, _ in blocks)
         if self._scores.numel() < needed:
             self._scores.resize_(needed)
-        for part in parts:
-            seen = slice(part.key_start, part.key_stop)
-            own = rows[:, part.start * groups : part.stop * groups]
-            shape = (*own.shape[:2], part.key_stop - part.key_start)
-            scores = self._scores[: math.prod(shape)].view(shape)
-            torch.baddbmm(scores, own, keys[:, :, seen], beta=0, alpha=scale, out=scores)
-            scores.unflatten(1, (-1, groups))[..., part.mask_start - part.key_start :].add_(part.mask[:, None])
+        for span, mask in blocks:
+            seen = slice(span.key_start, span.key_stop)
+            own = rows[:, span.start * groups : span.stop * groups]
+            shape = (*own.shape[:2], span.key_stop - span.key_start)
+            scores = self._scores[: math.prod(shape)].view(shape).baddbmm_(own, keys[:, :, seen], beta=0, alpha=scale)
+            scores.unflatten(1, (-1, groups))[..., span.differ - span.key_start :].add_(mask[:, None])
             torch.softmax(scores, dim=-1, out=scores)
             mixed = (scores @ values[:, seen]).view(batch, kv_heads, -1, groups, dim)
-            out[:, part.start : part.stop] = mixed.transpose(1, 2)
+            out[:, span.start : span.stop] = mixed.transpose(1, 2)
         return out.flatten(2, 3).transpose(1, 2)

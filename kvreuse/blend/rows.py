@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvreuse.blend.products import RowProducts
+from kvreuse.blend.products import RowProducts, spans
 
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
 _BLOCK_ROWS_CPU = 64
@@ -21,12 +21,10 @@ _MASKED_COST = 2.2  # measured: a masked score costs PyTorch's kernels this many
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``start:stop`` against keys ``key_start:key_stop``; ``mask``: additive, [rows, key_stop - key_start]."""
+    """Rows against keys; ``mask``: additive, [rows, keys]."""
 
-    start: int
-    stop: int
-    key_start: int
-    key_stop: int
+    rows: slice
+    keys: slice
     mask: torch.Tensor
 
 
@@ -87,17 +85,13 @@ class RowMask:
         return self._blocks[key]
 
     def _make_blocks(self, dtype: torch.dtype, size: int) -> Iterator[Block]:
-        last = self._last.tolist()
-        for start in range(0, len(last), size):
-            stop = min(start + size, len(last))
-            key_stop = last[stop - 1] + 1
-            key_start = 0 if self.window is None else max(0, last[start] - self.window + 1)
-            # Without a window all rows see what the first one sees: only the keys behind that differ.
-            differ = last[start] + 1 if self.window is None else key_start
-            shape = stop - start, -(-(key_stop - key_start) // _ALIGNMENT) * _ALIGNMENT
-            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : key_stop - key_start]
-            mask[:, differ - key_start :] = self.additive(dtype, slice(start, stop), slice(differ, key_stop))
-            yield Block(start, stop, key_start, key_stop, mask)
+        for span in spans(self._last, self.window, size):
+            keys = slice(span.key_start, span.key_stop)
+            shape = span.stop - span.start, -(-(span.key_stop - span.key_start) // _ALIGNMENT) * _ALIGNMENT
+            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : span.key_stop - span.key_start]
+            rows, differ = slice(span.start, span.stop), slice(span.differ, span.key_stop)
+            mask[:, span.differ - span.key_start :] = self.additive(dtype, rows, differ)
+            yield Block(rows, keys, mask)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D]; returns [B, H, n, D]."""
@@ -186,9 +180,8 @@ def masked_attention(
     keys, values = (t[None].expand(groups, -1, -1, -1, -1).flatten(0, 1) for t in (key, value))
     out = query.new_empty(groups * batch, kv_heads, n, value.shape[-1])
     for block in blocks:
-        rows, seen = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
-        out[:, :, rows] = F.scaled_dot_product_attention(
-            folded[:, :, rows], keys[:, :, seen], values[:, :, seen], attn_mask=block.mask, scale=scale
+        out[:, :, block.rows] = F.scaled_dot_product_attention(
+            folded[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys], block.mask, scale=scale
         )
     return out.unflatten(0, (groups, batch)).permute(1, 2, 0, 3, 4).flatten(1, 2)
 
