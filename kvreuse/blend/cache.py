@@ -50,8 +50,7 @@ class BlendLayer(DynamicLayer):
         if self.rows is None:
             return super().update(key_states, value_states, *args, **kwargs)
         if self.measure is not None:
-            rows = self.rows.on(self.keys.device)
-            old = self.keys.index_select(2, rows), self.values.index_select(2, rows)
+            old = self.rows.gather(self.keys), self.rows.gather(self.values)
             self.deviation = squared_deviation(self.measure, key_states, value_states, *old)
         self.scatter(key_states, value_states, self.rows)
         return self.keys, self.values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 Metric = Literal["k", "v", "kv"]
 METRICS = ("k", "v", "kv")
@@ -24,4 +25,5 @@ def squared_deviation(
     """
     pairs = {"k": [(keys, stored_keys)], "v": [(values, stored_values)]}
     pairs["kv"] = pairs["k"] + pairs["v"]
-    return torch.stack([(a.float() - b.float()).square().sum(dim=(0, 1, 3)) for a, b in pairs[metric]]).sum(dim=0)
+    squared = [F.mse_loss(a.float(), b.float(), reduction="none") for a, b in pairs[metric]]  # one pass each
+    return torch.stack([part.sum(dim=(0, 1, 3)) for part in squared]).sum(dim=0)

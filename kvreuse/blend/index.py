@@ -33,6 +33,15 @@ class Index:
             self._copies[device] = self.on_cpu.to(device, non_blocking=device.type == "cuda")
         return self._copies[device]
 
+    def gather(self, held: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows of ``held`` [1, H, S, D]: [1, H, n, D]."""
+        heads, slots, dim = held.shape[1:]
+        if held.device.type != "cpu":
+            return held.index_select(2, self.on(held.device))
+        # Along dimension 0 PyTorch's CPU kernel copies whole rows, which takes a third of the time.
+        at = (torch.arange(0, heads * slots, slots)[:, None] + self.on_cpu).flatten()
+        return held.flatten(0, 2).index_select(0, at).view(1, heads, -1, dim)
+
     @cached_property
     def run(self) -> slice | None:
         """The indices as a slice if there is no gap between them."""

@@ -52,20 +52,22 @@ class RowProducts:
         self._scores = torch.empty(0, dtype=torch.float32, device="cpu")  # one memory for all blocks and layers
 
     def _blocks_of(self, size: int) -> list[tuple[Span, torch.Tensor]]:
-        """Blocks of ``size`` tokens, each with its additive mask [tokens, key_stop - differ]; made once."""
+        """Blocks of ``size`` tokens, each with -1 where a token does not see a key [tokens, key_stop - differ], else 0.
+
+        Made once, in float: its arithmetic is vectorised where comparisons are not, and numbers of tokens are exact.
+        """
         if size not in self._blocks:
-            # In float, whose arithmetic is vectorised where comparisons are not; numbers of tokens are exact in it.
             last = self._last.float()[:, None]
-            self._blocks[size] = [(s, self._mask(s, last)) for s in spans(self._last, self._window, size)]
+            keys = torch.arange(int(self._last[-1]) + 1, dtype=torch.float32, device="cpu")
+            cut = spans(self._last, self._window, size)
+            self._blocks[size] = [(s, self._unseen(last[s.start : s.stop], keys[s.differ : s.key_stop])) for s in cut]
         return self._blocks[size]
 
-    def _mask(self, span: Span, last: torch.Tensor) -> torch.Tensor:
-        key = torch.arange(span.differ, span.key_stop, dtype=torch.float32, device="cpu")
-        seen = last[span.start : span.stop]
-        room = seen - key  # below 0: not yet seen
+    def _unseen(self, last: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        room = last - keys  # below 0: not yet seen
         if self._window is not None:
-            torch.minimum(room, key - seen + (self._window - 1), out=room)  # below 0: no longer seen
-        return room.clamp_(-1, 0).mul_(torch.finfo(torch.float32).max)
+            torch.minimum(room, keys - last + (self._window - 1), out=room)  # below 0: no longer seen
+        return room.clamp_(-1, 0)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D], fp32; returns [B, H, n, D]."""
@@ -82,12 +84,14 @@ class RowProducts:
         needed = len(rows) * groups * max((s.stop - s.start) * (s.key_stop - s.key_start) for s, _ in blocks)
         if self._scores.numel() < needed:
             self._scores.resize_(needed)
-        for span, mask in blocks:
+        most = torch.finfo(torch.float32).max
+        for span, unseen in blocks:
             seen = slice(span.key_start, span.key_stop)
             own = rows[:, span.start * groups : span.stop * groups]
             shape = (*own.shape[:2], span.key_stop - span.key_start)
             scores = self._scores[: math.prod(shape)].view(shape).baddbmm_(own, keys[:, :, seen], beta=0, alpha=scale)
-            scores.unflatten(1, (-1, groups))[..., span.differ - span.key_start :].add_(mask[:, None])
+            differ = scores.view(len(rows), -1, groups, shape[-1])[..., span.differ - span.key_start :]
+            differ.add_(unseen[:, None], alpha=most)
             torch.softmax(scores, dim=-1, out=scores)
             mixed = (scores @ values[:, seen]).view(batch, kv_heads, -1, groups, dim)
             out[:, span.start : span.stop] = mixed.transpose(1, 2)

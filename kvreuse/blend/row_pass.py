@@ -135,7 +135,7 @@ class RowPass:
 
             def project() -> FreshKV:
                 held = self.cache.layers[index]
-                stored = [t[:, :, self._rows.on(t.device)] for t in (held.keys, held.values)]
+                stored = [self._rows.gather(t) for t in (held.keys, held.values)]
                 return FreshKV(*self._project(index, layer, args, kwargs), *stored)
 
             kept = self._narrow(index, self.rows, project) if self._narrow is not None else None
