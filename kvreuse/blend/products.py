@@ -33,8 +33,8 @@ def spans(last: torch.Tensor, window: int | None, size: int) -> Iterator[Span]:
     for start in range(0, len(seen), size):
         stop = min(start + size, len(seen))
         key_start = 0 if window is None else max(0, seen[start] - window + 1)
-        # Without a window all tokens see what the first one sees: only the keys behind that differ.
-        differ = seen[start] + 1 if window is None else key_start
+        # Before any window begins all tokens see what the first one sees: only the keys behind that differ.
+        differ = seen[start] + 1 if window is None or seen[stop - 1] < window else key_start
         yield Span(start, stop, key_start, seen[stop - 1] + 1, differ)
 
 
@@ -47,7 +47,7 @@ class RowProducts:
     """
 
     def __init__(self, last: torch.Tensor, window: int | None) -> None:
-        self._last, self._window = last, None if window is None or window > int(last[-1]) else window
+        self._last, self._window = last, window
         self._blocks: dict[int, list[tuple[Span, torch.Tensor]]] = {}
         self._scores = torch.empty(0, dtype=torch.float32, device="cpu")  # one memory for all blocks and layers
 
