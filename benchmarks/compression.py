@@ -93,7 +93,7 @@ def table(rows: list[dict[str, object]]) -> str:
             kl = bootstrap_interval(values("kl"))
             lines.append(
                 f"| {layout} | {method} | {statistics.mean(values('bytes_per_token')):,.0f} "
-                f"| {kl.mean:.4f} [{kl.low:.4f}, {kl.high:.4f}] | {statistics.mean(values('kl_to_plain')):.1e} "
+                f"| {kl:.4f} | {statistics.mean(values('kl_to_plain')):.1e} "
                 f"| {statistics.median(values('load_s')) * 1e3:.0f} |"
             )
     return "\n".join(lines)

@@ -29,7 +29,6 @@ from benchmarks.tables import stage_table
 from benchmarks.ttft import methods, short_name
 from experiments.environment import origin
 from experiments.timed import equal_chunks
-from kvreuse.intervals import Interval
 
 NOTES = (
     "taken = by the clock that the rates are measured by; reached = floor / taken, of the same round; own = that "
@@ -89,18 +88,14 @@ def floor_table(names: Sequence[str], measured: Measured) -> str:
             f"{work.kv_bytes / 1e6:.0f}",
             f"{measured.floor_s(name) * 1e3:.0f}",
             f"{measured.reached(name):.0%}",
-            _bounded(measured.relative(name, reference)),
+            f"{measured.relative(name, reference):.2f}",
             f"{measured.gemm_floor_s(name) * 1e3:.0f}",
-            _bounded(measured.speed_up(name, reference)),
+            f"{measured.speed_up(name, reference):.2f}",
             f"{gain:.2f}",
             f"{measured.stage_share(name, ('load_s', 'rotate_s')):.1%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _bounded(value: Interval) -> str:
-    return f"{value.mean:.2f} [{value.low:.2f}, {value.high:.2f}]"
 
 
 def rates_line(measured: Measured) -> str:

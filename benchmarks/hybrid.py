@@ -74,15 +74,14 @@ def table(records: Sequence[tuple[dict[str, Record], int]]) -> str:
         for name in part[0][0]:
             cells = []
             for key, scale, digits in (("ttft_s", 1e3, 0), ("cpu_s", 1e3, 0), ("kl", 1.0, 4)):
-                mean = bootstrap_interval([r[name][key] * scale for r, _ in part])
-                cells.append(f"{mean.mean:.{digits}f} [{mean.low:.{digits}f}, {mean.high:.{digits}f}]")
+                cells.append(f"{bootstrap_interval([r[name][key] * scale for r, _ in part]):.{digits}f}")
             lines.append("| " + " | ".join([title, str(len(part)), name, *cells]) + " |")
     lines.append("")
     for parent in ("tree", "CacheBlend"):
         for key, scale, unit in (("ttft_s", 1e3, "ms"), ("cpu_s", 1e3, "ms"), ("kl", 1.0, "nats")):
             both, other = ([r[name][key] * scale for r, _ in records] for name in ("both", parent))
             gap = paired_interval(both, other)
-            lines.append(f"both - {parent}, {key}: {gap.mean:.4g} [{gap.low:.4g}, {gap.high:.4g}] {unit}")
+            lines.append(f"both - {parent}, {key}: {gap:.4g} {unit}")
     return "\n".join(lines)
 
 

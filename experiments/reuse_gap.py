@@ -107,8 +107,7 @@ def tabulate(results: Results) -> tuple[pd.DataFrame, str]:
 def _percent(values: list[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.1%}" if values else "-"
-    interval = bootstrap_interval(values)
-    return f"{interval.mean:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
+    return f"{bootstrap_interval(values):.1%}"
 
 
 def draw(results: Results) -> Figure:

@@ -140,8 +140,7 @@ def _beside(table: Table, part: pd.DataFrame, point: pd.Series) -> str:
             weight = (point["time_s"] - low["time_s"]) / (high["time_s"] - low["time_s"])
             first, second, base = (_column(by_case(table, row["method"]), "kl") for row in (low, high, point))
             between = [(1 - weight) * a + weight * b for a, b in zip(first, second, strict=True)]
-            found = paired_interval(between, base)
-            return f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+            return f"{paired_interval(between, base):+.3f}"
     return "-"
 
 

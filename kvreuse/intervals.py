@@ -44,7 +44,11 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self:.3f}"
+
+    def __format__(self, spec: str) -> str:
+        """The statistic and its bounds, each by ``spec``: ``f"{found:.2f}"`` is "0.91 [0.87, 0.96]"."""
+        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]" if spec else str(self)
 
 
 def bootstrap_interval(

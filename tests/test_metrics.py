@@ -210,6 +210,7 @@ def test_bootstrap_interval_of_another_statistic() -> None:
 def test_bootstrap_interval_of_one_case_has_no_width() -> None:
     assert bootstrap_interval([0.25]) == Interval(0.25, 0.25, 0.25)
     assert str(Interval(0.25, 0.2, 0.3)) == "0.250 [0.200, 0.300]"
+    assert f"{Interval(0.25, 0.2, 0.3):+.1%}" == "+25.0% [+20.0%, +30.0%]"
 
 
 def test_bootstrap_interval_refuses_bad_values() -> None:

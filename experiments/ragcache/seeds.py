@@ -55,7 +55,7 @@ def text(found: Interval, digits: int = 3) -> str:
 
 def percent(found: Interval) -> str:
     """Mean and bounds of a share."""
-    return f"{found.mean:.1%} [{found.low:.1%}, {found.high:.1%}]"
+    return f"{found:.1%}"
 
 
 def lines(axes: Axes, frame: pd.DataFrame, x: str, value: str, styles: dict[str, Any], scale: float = 1.0) -> None:
