@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvreuse.blend.products import RowProducts, spans
+from kvreuse.blend.products import RowProducts
 
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
 _BLOCK_ROWS_CPU = 64
@@ -85,12 +85,16 @@ class RowMask:
         return self._blocks[key]
 
     def _make_blocks(self, dtype: torch.dtype, size: int) -> Iterator[Block]:
-        for span in spans(self._last, self.window, size):
-            keys = slice(span.key_start, span.key_stop)
-            shape = span.stop - span.start, -(-(span.key_stop - span.key_start) // _ALIGNMENT) * _ALIGNMENT
-            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : span.key_stop - span.key_start]
-            rows, differ = slice(span.start, span.stop), slice(span.differ, span.key_stop)
-            mask[:, span.differ - span.key_start :] = self.additive(dtype, rows, differ)
+        seen = self._last.tolist()
+        for start in range(0, len(seen), size):
+            rows = slice(start, min(start + size, len(seen)))
+            keys = slice(0 if self.window is None else max(0, seen[start] - self.window + 1), seen[rows.stop - 1] + 1)
+            # Before any window begins all rows see what the first one sees: only the keys behind that differ.
+            alike = self.window is None or seen[rows.stop - 1] < self.window
+            differ = slice(seen[start] + 1 if alike else keys.start, keys.stop)
+            shape = rows.stop - start, -(-(keys.stop - keys.start) // _ALIGNMENT) * _ALIGNMENT
+            mask = torch.zeros(shape, dtype=dtype, device=self.rows.device)[:, : keys.stop - keys.start]
+            mask[:, differ.start - keys.start :] = self.additive(dtype, rows, differ)
             yield Block(rows, keys, mask)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -105,7 +109,9 @@ class RowMask:
             )
             return out[:, :, skipped:]
         if query.device.type == "cpu" and query.dtype == torch.float32:
-            return self._products.attend(query, key, value, scale)
+            attended = self._products.attend(query, key, value, scale)
+            if attended is not None:
+                return attended
         size = _BLOCK_ROWS_CPU if query.device.type == "cpu" else _BLOCK_ROWS_GPU
         return masked_attention(query, key, value, self.blocks(query.dtype, size), scale)
 
