@@ -7,6 +7,7 @@ tiles short queries in 32 rows, which keeps its products from their best rate (d
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import torch
 _TILE_KEYS = 192
 # Scores that are held at a time for each thread, 1 MiB of them: they stay in a core's own cache.
 _SCORES = 2**18
-# MKL's exponential of numbers below -87, which fp32 has no room for, takes a hundred times as long.
-_LEAST_SCORE = -80.0
-_SAMPLE_EVERY = 16
+# Sums of exponentials that are trusted. fp32 begins at 1e-38: of smaller sums weights of 1e-8 would be lost.
+_LEAST_SUM, _MOST_SUM = 1e-30, 1e30
+# Below -87, for which fp32 has no room, MKL's exponential takes a hundred times as long.
+_LEAST_SCORE, _MOST_SCORE = -80.0, math.log(_MOST_SUM)
+_SAMPLED_TOKENS, _SAMPLED_KEYS = 32, 256
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,15 @@ class RowProducts:
         # The query heads that share a KV head become rows: no key is repeated. [B * H_kv, n * groups, D] here and below
         rows = query.unflatten(1, (kv_heads, groups)).transpose(2, 3).reshape(batch * kv_heads, n * groups, -1)
         keys, values = key.flatten(0, 1), value.flatten(0, 1)
-        sample = rows[:, ::_SAMPLE_EVERY] @ keys[:, ::_SAMPLE_EVERY].transpose(1, 2)
-        if not sample.amin().item() * scale > _LEAST_SCORE:
+        sampled = rows.unflatten(1, (n, groups))[:, :: max(1, n // _SAMPLED_TOKENS)].flatten(1, 2)
+        sample = sampled @ keys[:, :: max(1, keys.shape[1] // _SAMPLED_KEYS)].transpose(1, 2) * scale
+        if not _within(sample, _LEAST_SCORE, _MOST_SCORE):  # spares the work; what decides are the sums
             return None
         mixed = rows.new_zeros(*rows.shape[:2], values.shape[-1])
         total = rows.new_zeros(*rows.shape[:2], 1)
-        # Scores of a KV head, in what can be held: several blocks of tokens, or several heads at a time.
-        held = n * groups * _TILE_KEYS / (_SCORES * torch.get_num_threads())
-        tiles, heads = self._tiles_of(min(n, max(1, round(held)))), max(1, round(1 / held))
+        # Scores of one KV head's tile over those that can be held: blocks of tokens if many, heads together if few.
+        load = n * groups * _TILE_KEYS / (_SCORES * torch.get_num_threads())
+        tiles, heads = self._tiles_of(min(n, max(1, round(load)))), max(1, round(1 / load))
         for own, k, v, mix, sums in zip(*(t.split(heads) for t in (rows, keys, values, mixed, total)), strict=True):
             for tile in tiles:
                 seeing = slice(tile.start * groups, tile.stop * groups)
@@ -79,11 +83,11 @@ class RowProducts:
                     by_token[:, tokens].mul_(mask)
                 sums[:, seeing].add_(weights.sum(dim=-1, keepdim=True))
                 mix[:, seeing].baddbmm_(weights, v[:, tile.keys])
-        if not _is_moderate(total):
+        if not _within(total, _LEAST_SUM, _MOST_SUM):
             return None
-        out = query.new_empty(batch, n, kv_heads, groups, mixed.shape[-1])
-        parts = (t.view(batch, kv_heads, n, groups, -1).transpose(1, 2) for t in (mixed, total))
-        return torch.div(*parts, out=out).flatten(2, 3).transpose(1, 2)
+        mixed, total = (t.view(batch, kv_heads, n, groups, -1).transpose(1, 2) for t in (mixed, total))
+        out = query.new_empty(mixed.shape)
+        return torch.div(mixed, total, out=out).flatten(2, 3).transpose(1, 2)
 
     def _exponentials(self, rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         """e to the power of the scores of ``rows`` [heads, r, D] against ``keys`` [heads, k, D]: [heads, r, k]."""
@@ -92,41 +96,44 @@ class RowProducts:
         if self._scores.numel() < needed:
             self._scores.resize_(needed)
         scores = self._scores[:needed].view(shape)
-        scores.baddbmm_(rows, keys.transpose(1, 2), beta=0, alpha=scale)
-        return torch.exp(scores, out=scores)
+        return scores.baddbmm_(rows, keys.transpose(1, 2), beta=0, alpha=scale).exp_()
 
-    def _tiles_of(self, blocks: int) -> list[Tile]:
+    def _tiles_of(self, num_blocks: int) -> list[Tile]:
         """The tiles of all tokens in as many blocks, made once."""
-        if blocks not in self._tiles:
-            # In float: its arithmetic is vectorised where comparisons are not, and numbers of tokens are exact.
+        if num_blocks not in self._tiles:
+            # Masks [n, 1, keys] in float, whose arithmetic is vectorised where comparisons are not: of every token in
+            # the tile of the last key it sees, and in that of the first.
             at = torch.arange(_TILE_KEYS, dtype=torch.float32, device="cpu")
             last = self._last[:, None, None]
-            not_later = (last % _TILE_KEYS - at + 1).clamp_(0, 1)  # in the tile of the last key that a token sees
-            not_before = None
-            if self._window is not None:  # in the tile of the first
-                not_before = (at - (last - self._window + 1) % _TILE_KEYS + 1).clamp_(0, 1)
-            cuts = [round(last.numel() * i / blocks) for i in range(blocks + 1)]
-            blocks_of = (self._cut(start, stop, not_later, not_before) for start, stop in pairwise(cuts))
-            self._tiles[blocks] = [tile for block in blocks_of for tile in block]
-        return self._tiles[blocks]
+            until = (last % _TILE_KEYS - at + 1).clamp_(0, 1)
+            since = None
+            if self._window is not None:
+                since = (at - (last - self._window + 1) % _TILE_KEYS + 1).clamp_(0, 1)
+            cuts = [round(last.numel() * i / num_blocks) for i in range(num_blocks + 1)]
+            tiles = [tile for start, stop in pairwise(cuts) for tile in self._cut(start, stop, until, since)]
+            self._tiles[num_blocks] = tiles
+        return self._tiles[num_blocks]
 
-    def _cut(self, start: int, stop: int, not_later: torch.Tensor, not_before: torch.Tensor | None) -> Iterator[Tile]:
+    def _cut(self, start: int, stop: int, until: torch.Tensor, since: torch.Tensor | None) -> Iterator[Tile]:
         """The tiles of tokens ``start:stop``."""
         seen = self._last[start:stop].tolist()
         window = seen[-1] + 1 if self._window is None else self._window
+
+        def first_to_see(key: int) -> int:
+            return start + bisect_left(seen, key)
+
         lowest = max(0, seen[0] - window + 1)
         for first in range(lowest - lowest % _TILE_KEYS, seen[-1] + 1, _TILE_KEYS):
-            end = first + _TILE_KEYS
-            keys = slice(first, min(end, seen[-1] + 1))
-            some, none = start + bisect_left(seen, first), start + bisect_left(seen, keys.stop - 1 + window)
-            partly = [(not_later, some, start + bisect_left(seen, end))]
-            if not_before is not None:
-                partly.append((not_before, start + bisect_left(seen, first + window), none))
-            masks = [(slice(a - some, b - some), mask[a:b, :, : keys.stop - first]) for mask, a, b in partly if a < b]
-            yield Tile(keys, some, none, masks)
+            keys = slice(first, min(first + _TILE_KEYS, seen[-1] + 1))
+            begin, end = first_to_see(first), first_to_see(keys.stop - 1 + window)
+            partly = [(until, begin, first_to_see(first + _TILE_KEYS))]
+            if since is not None:
+                partly.append((since, first_to_see(first + window), end))
+            masks = [(slice(a - begin, b - begin), mask[a:b, :, : keys.stop - first]) for mask, a, b in partly if a < b]
+            yield Tile(keys, begin, end, masks)
 
 
-def _is_moderate(total: torch.Tensor) -> bool:
-    """Whether sums of exponentials are far enough from fp32's ends that no weight that counts is lost."""
-    least, most = torch.aminmax(total)
-    return least.item() > 1e-30 and most.item() < 1e30
+def _within(numbers: torch.Tensor, least: float, most: float) -> bool:
+    """Whether all numbers lie between these; false if one is none."""
+    low, high = torch.aminmax(numbers)
+    return low.item() > least and high.item() < most
