@@ -10,15 +10,13 @@ speed-up is the median of the rounds' own ratios, so that a slow round slows bot
 from __future__ import annotations
 
 import json
-import platform
 
-import torch
-import transformers
 from tqdm import tqdm
 
 import kvreuse as kr
 from benchmarks.arguments import add_prompt, load, parser_of, save
 from benchmarks.tables import stage_table, timed_stages
+from experiments.environment import origin
 from experiments.timed import equal_chunks
 
 
@@ -55,16 +53,7 @@ def main() -> None:
         shift = number % len(timed)
         rounds.append({repr(m): timed_stages(m.prefill(model, prompt, store)) for m in timed[shift:] + timed[:shift]})
 
-    header = {
-        "model": model.name,
-        "prompt": repr(prompt),
-        "source": source,
-        "device": str(model.device),
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvreuse": kr.__version__},
-    }
+    header = {"prompt": repr(prompt), "source": source, **origin(args.model, model)}
     save(args.out, {"header": header, "rounds": rounds})
     print(json.dumps(header))
     print(stage_table({repr(m): short_name(repr(m)) for m in timed}, rounds))

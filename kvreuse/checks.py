@@ -27,10 +27,10 @@ def _tolerance(model: ReuseModel) -> float:
     """The type's rounding, or four times what splitting a prefill changes on this model, if that is more.
 
     fp32 leaves no room for doubt. Low precision rounds more in larger models, and quantized activations depend on which
-    rows run together.
+    rows run together. bitsandbytes rounds them to 8 bits, or on a CPU to bfloat16, whatever the model's type is.
     """
     quantized = getattr(model.hf, "is_quantized", False)
-    limit = _TOLERANCE.get(model.dtype, 8e-2)
+    limit = _TOLERANCE.get(torch.bfloat16 if quantized else model.dtype, 8e-2)
     return max(limit, 4 * _noise(model)) if quantized or model.dtype.itemsize < 4 else limit
 
 

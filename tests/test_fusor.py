@@ -32,18 +32,23 @@ def test_mask_rows_follow_true_positions():
     assert window.visible().int().tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0]]
 
 
+ROWS = [[1, 4], [0], [199], list(range(0, 200, 3)), *(list(range(start, 200)) for start in (0, 10, 80, 150))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["by-products", "by-pytorch's-kernels"])
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("window", [None, 7, 40, 300])
-@pytest.mark.parametrize("rows", [[1, 4], list(range(200)), list(range(150, 200)), list(range(0, 200, 3)), [199], [0]])
-def test_block_attention_equals_dense_masked_attention(rows, window, released):
+@pytest.mark.parametrize("rows", ROWS, ids=[f"{len(rows)}-rows" for rows in ROWS])
+def test_block_attention_equals_dense_masked_attention(rows, window, released, dtype):
+    """Suffixes, near enough to all rows, as a square of the causal kernel."""
     g = torch.Generator().manual_seed(0)
     n, keys = len(rows), 200
-    q = torch.randn(2, 6, n, 8, generator=g)
-    k, v = (torch.randn(2, 2, keys, 8, generator=g) for _ in range(2))
+    q = torch.randn(2, 6, n, 8, generator=g, dtype=dtype)
+    k, v = (torch.randn(2, 2, keys, 8, generator=g, dtype=dtype) for _ in range(2))
     mask = RowMask(torch.tensor(rows), keys, window, torch.arange(keys - n, keys) if released else None)
     weights = mask.weights(q, k, None)
-    dense = weights @ v.repeat_interleave(3, dim=1)
-    torch.testing.assert_close(mask.attend(q, k, v, None), dense, atol=1e-5, rtol=1e-5)
+    dense = weights @ v.float().repeat_interleave(3, dim=1)
+    torch.testing.assert_close(mask.attend(q, k, v, None).float(), dense, atol=1e-5, rtol=1e-5)
     assert torch.equal(weights[0, 0] > 0, mask.visible())
 
 

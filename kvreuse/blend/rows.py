@@ -18,7 +18,7 @@ _BLOCK_ROWS_GPU = 1024
 _ALIGNMENT = 8  # of a mask's rows, in numbers, for PyTorch's memory-efficient attention on GPUs
 # Measured: what a score costs under a mask, and by products, in scores of PyTorch's causal kernel.
 _MASKED_COST = 2.2
-_PRODUCTS_COST = 1.05
+_PRODUCTS_COST = 1.02
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class RowMask:
         n, windowed = self.rows.numel(), self.window is not None and self.window < self.num_keys
         return self.last_key is None and not windowed and bool(n == self.num_keys - int(self.rows[0]))
 
+    def _is_nearly_square(self, cost: float) -> bool:
+        """Whether the causal kernel, with empty rows in front, takes less than these rows at ``cost`` a score."""
+        skipped = self.num_keys - self.rows.numel()
+        return self.is_suffix and self.num_keys**2 <= cost * (self.num_keys**2 - skipped**2)
+
     @cached_property
     def _products(self) -> RowProducts:
         return RowProducts(self._last, self.window)
@@ -101,21 +106,17 @@ class RowMask:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of ``query`` [B, H, n, D] over ``key``, ``value`` [B, H_kv, S, D]; returns [B, H, n, D]."""
-        groups = query.shape[1] // key.shape[1]
-        n, skipped = query.shape[2], self.num_keys - query.shape[2]
         by_products = query.device.type == "cpu" and query.dtype == torch.float32
-        cost = _PRODUCTS_COST if by_products else _MASKED_COST
-        if self.is_suffix and self.num_keys**2 <= cost * (self.num_keys**2 - skipped**2):
-            # Empty rows in front make the square that the causal kernel wants; they cost less than a mask.
-            square = F.pad(query, (0, 0, skipped, 0)) if skipped else query
-            out = F.scaled_dot_product_attention(
-                square, key, value, is_causal=n > 1, scale=scale, enable_gqa=groups > 1
-            )
-            return out[:, :, skipped:]
-        if by_products:
+        if by_products and not self._is_nearly_square(_PRODUCTS_COST):
             attended = self._products.attend(query, key, value, scale)
             if attended is not None:
                 return attended
+        if self._is_nearly_square(_MASKED_COST):
+            skipped = self.num_keys - query.shape[2]
+            square = F.pad(query, (0, 0, skipped, 0)) if skipped else query
+            grouped, causal = query.shape[1] != key.shape[1], query.shape[2] > 1
+            out = F.scaled_dot_product_attention(square, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+            return out[:, :, skipped:]
         size = _BLOCK_ROWS_CPU if query.device.type == "cpu" else _BLOCK_ROWS_GPU
         return masked_attention(query, key, value, self.blocks(query.dtype, size), scale)
 
