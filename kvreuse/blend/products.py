@@ -119,7 +119,7 @@ class RowProducts:
         seen = self._last[start:stop].tolist()
         window = seen[-1] + 1 if self._window is None else self._window
 
-        def first_to_see(key: int) -> int:
+        def first_to_see(key: int) -> int:  # of the tokens, by the last key they see
             return start + bisect_left(seen, key)
 
         lowest = max(0, seen[0] - window + 1)
@@ -134,6 +134,6 @@ class RowProducts:
 
 
 def _within(numbers: torch.Tensor, least: float, most: float) -> bool:
-    """Whether all numbers lie between these; false if one is none."""
+    """Whether all numbers lie between these; false if there is a NaN."""
     low, high = torch.aminmax(numbers)
     return low.item() > least and high.item() < most
