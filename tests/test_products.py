@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreuse.blend import products
-from kvreuse.blend.products import RowProducts
+from kvreuse.blend.products import RowProducts, Scratch
 from kvreuse.blend.rows import RowMask
 
 # fp32 sums in another order.
@@ -37,14 +37,21 @@ def dense(mask, query, key, value):
     st.integers(1, 4),
     st.sampled_from([1, 3, 8, 192]),
     st.sampled_from([1, 64, 300, 2**18]),
+    st.integers(1, 5),
+    st.sampled_from([0, 4, 1000]),
 )
-def test_tiles_of_any_size_equal_dense_attention(data, num_keys, window, batch, heads, groups, tile, scores):
-    """Blocks of tokens, several heads at once, windows within a tile and over several."""
+def test_tiles_of_any_size_equal_dense_attention(
+    data, num_keys, window, batch, heads, groups, tile, scores, threads, many_rows
+):
+    """Blocks of tokens, several heads at once or one in pieces, windows within a tile and over several."""
     rows = sorted(data.draw(st.sets(st.integers(0, num_keys - 1), min_size=1)))
     query, key, value = drawn(batch, heads, groups, len(rows), num_keys)
     mask = RowMask(torch.tensor(rows), num_keys, window)
-    with patch.multiple(products, _TILE_KEYS=tile, _SCORES=scores):
-        row_products = RowProducts(mask.rows, window)
+    with (
+        patch.multiple(products, _TILE_KEYS=tile, _SCORES=scores, _MANY_ROWS=many_rows),
+        patch("torch.get_num_threads", lambda: threads),
+    ):
+        row_products = RowProducts(mask.rows, window, Scratch())
         once, again = (row_products.attend(query, key, value, None) for _ in range(2))
     torch.testing.assert_close(once, dense(mask, query, key, value), **TOLERANCE)
     assert torch.equal(once, again)
@@ -54,17 +61,33 @@ def test_tiles_of_any_size_equal_dense_attention(data, num_keys, window, batch, 
 @pytest.mark.parametrize(("heads", "groups", "rows"), [(2, 4, 300), (12, 1, 5)], ids=["many-rows", "many-heads"])
 def test_what_is_held_at_a_time_stays_near_the_room_there_is(heads, groups, rows, threads):
     query, key, value = drawn(1, heads, groups, rows, 400)
-    with patch.multiple(products, _TILE_KEYS=16, _SCORES=200), patch("torch.get_num_threads", lambda: threads):
-        row_products = RowProducts(torch.arange(100, 100 + rows), None)
-        row_products.attend(query, key, value, None)
-    assert 0.5 <= row_products._scores.numel() / (200 * threads) <= 1.6
+    scratch = Scratch()
+    with (
+        patch.multiple(products, _TILE_KEYS=16, _SCORES=200, _MANY_ROWS=20),
+        patch("torch.get_num_threads", lambda: threads),
+    ):
+        RowProducts(torch.arange(100, 100 + rows), None, scratch).attend(query, key, value, None)
+    assert 0.4 <= scratch.take(0).untyped_storage().nbytes() / 4 / (200 * threads) <= 1.6
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_many_rows_go_in_a_piece_for_each_thread(threads):
+    """Every thread's part of a tile is of one size, also where the rows are not a multiple of the threads."""
+    with patch("torch.get_num_threads", lambda: threads):
+        many, few = (products.Split.of(tokens, 2, 3) for tokens in (301, 99))
+        assert (many.heads, many.pieces) == (1, threads)
+        assert (few.heads, few.pieces) == (3, 1)
+        row_products = RowProducts(torch.arange(301), None, Scratch())
+        for tile in row_products._tiles_of(many):
+            assert tile.weights.shape[0] == threads
+            assert tile.num_rows == tile.weights.shape[:2].numel() < 2 * (301 + threads)
 
 
 def test_threads_may_change_between_layers():
     query, key, value = drawn(1, 2, 2, 30, 100)
     mask = RowMask(torch.arange(0, 90, 3), 100)
-    row_products = RowProducts(mask.rows, None)
-    with patch.multiple(products, _TILE_KEYS=16, _SCORES=100):
+    with patch.multiple(products, _TILE_KEYS=16, _SCORES=100, _MANY_ROWS=10):
+        row_products = RowProducts(mask.rows, None, Scratch())
         for threads in (1, 4, 1):
             with patch("torch.get_num_threads", lambda count=threads: count):
                 out = row_products.attend(query, key, value, None)
@@ -82,11 +105,11 @@ def test_extreme_scores_are_left_to_a_softmax(score, row, head):
     key[..., 0] = 1.0
     query[:, head, row] *= 0.1
     query[:, head, row, 0] = score * 8**0.5
-    mask, row_products = RowMask(rows, 161), RowProducts(rows, None)
+    mask, row_products = RowMask(rows, 161), RowProducts(rows, None, Scratch())
     out = row_products.attend(query, key, value, None)
     assert (out is None) == (abs(score) != 60)
     seen_in_the_sample = row == 0 and not (score == 60 or -80 < score < 0)
-    assert (row_products._scores.numel() == 0) == seen_in_the_sample
+    assert (not row_products._tiles) == seen_in_the_sample
     for attended in (out, mask.attend(query, key, value, None)):
         if attended is not None:
             rounding = 1e-2 if score == 1e4 else 1e-4  # scores of 60 are rounded to 4e-6 each way, of 1e4 to 1e-3

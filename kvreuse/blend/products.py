@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-_TILE_KEYS = 192
-# Scores that are held at a time for each thread, 1 MiB of them: they stay in a core's own cache.
-_SCORES = 2**18
+_TILE_KEYS = 256
+# Scores that are held at a time for each thread, 1.5 MiB of them: they stay in a core's own cache.
+_SCORES = 3 * 2**17
+# Rows for each thread from which KV heads go one by one.
+_MANY_ROWS = 200
 # Sums of exponentials that are trusted. fp32 begins at 1e-38: of smaller sums weights of 1e-8 would be lost.
 _LEAST_SUM, _MOST_SUM = 1e-30, 1e30
 # Below -87, for which fp32 has no room, MKL's exponential takes a hundred times as long.
@@ -25,18 +27,56 @@ _LEAST_SCORE, _MOST_SCORE = -80.0, math.log(_MOST_SUM)
 _SAMPLED_TOKENS, _SAMPLED_KEYS = 32, 256
 
 
-@dataclass(frozen=True)
-class Tile:
-    """``keys``, and the tokens ``start:stop`` that see any of them.
+class Scratch:
+    """Memory for the scores of one tile at a time, of whichever layer: new memory would cost page faults."""
 
-    ``masks``: for those of the tokens that don't see all keys, counted from ``start``, 1 where one sees a key and 0
-    where not, [tokens, 1, keys].
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def take(self, numel: int) -> torch.Tensor:
+        """So many numbers, [numel], that all who take some share."""
+        if self._memory.numel() < numel:
+            self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return self._memory[:numel]
+
+
+class Split(NamedTuple):
+    """What is computed at a time: one of ``blocks`` of the tokens under ``heads`` KV heads.
+
+    If there are many rows, ``groups`` for each token, it is one head, and the rows come in as many ``pieces`` as there
+    are threads: what a thread made of its piece it finds in its own cache. Otherwise they are one piece.
     """
 
-    keys: slice
-    start: int
-    stop: int
-    masks: list[tuple[slice, torch.Tensor]]
+    groups: int
+    heads: int
+    pieces: int
+    blocks: int
+
+    @classmethod
+    def of(cls, tokens: int, groups: int, heads: int) -> Split:
+        """That of ``tokens`` under ``heads`` KV heads in all."""
+        threads, rows = torch.get_num_threads(), tokens * groups
+        load = rows * _TILE_KEYS / (_SCORES * threads)
+        blocks = min(tokens, max(1, round(load)))
+        if rows >= _MANY_ROWS * threads:
+            return cls(groups, 1, threads, blocks)
+        together = [n for n in range(1, heads + 1) if heads % n == 0 and n * load <= 1]
+        return cls(groups, max(together, default=1), 1, blocks)
+
+
+class Tile(NamedTuple):
+    """Some keys, and the rows of the tokens that see any of them.
+
+    ``weights``: where these are computed, [heads * pieces, rows of a piece, keys]. ``masks``: parts of that [heads,
+    tokens, groups, keys], and 1 where a token sees a key and 0 where not, [tokens, 1, keys].
+    """
+
+    first_key: int
+    num_keys: int
+    first_row: int
+    num_rows: int
+    weights: torch.Tensor
+    masks: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class RowProducts:
@@ -45,12 +85,17 @@ class RowProducts:
     Args:
         last: the last key that each token sees.
         window: keys seen, that one included; None is all.
+        scratch: memory to compute in.
     """
 
-    def __init__(self, last: torch.Tensor, window: int | None) -> None:
-        self._last, self._window = last, window
-        self._tiles: dict[int, list[Tile]] = {}
-        self._scores = torch.empty(0, dtype=torch.float32, device="cpu")  # one memory for all tiles and layers
+    def __init__(self, last: torch.Tensor, window: int | None, scratch: Scratch) -> None:
+        self._seen, self._window, self._scratch = last.tolist(), window, scratch
+        # Masks [n, 1, keys]: of every token in the tile of the last key it sees, and in that of the last it has left.
+        triangle = torch.ones(_TILE_KEYS, 1, _TILE_KEYS, dtype=torch.float32, device="cpu")
+        triangle[:, 0].tril_()
+        self._until = triangle[last % _TILE_KEYS]
+        self._since = None if window is None else 1 - triangle[(last - window) % _TILE_KEYS]
+        self._tiles: dict[Split, list[Tile]] = {}
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
@@ -62,75 +107,69 @@ class RowProducts:
         batch, kv_heads = key.shape[:2]
         n, groups = query.shape[2], query.shape[1] // kv_heads
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        # The query heads that share a KV head become rows: no key is repeated. [B * H_kv, n * groups, D] here and below
-        rows = query.unflatten(1, (kv_heads, groups)).transpose(2, 3).reshape(batch * kv_heads, n * groups, -1)
-        keys, values = key.flatten(0, 1), value.flatten(0, 1)
-        sampled = rows.unflatten(1, (n, groups))[:, :: max(1, n // _SAMPLED_TOKENS)].flatten(1, 2)
-        sample = sampled @ keys[:, :: max(1, keys.shape[1] // _SAMPLED_KEYS)].transpose(1, 2) * scale
-        if not _within(sample, _LEAST_SCORE, _MOST_SCORE):  # spares the work; what decides are the sums
+        split = Split.of(n, groups, batch * kv_heads)
+        # The query heads that share a KV head become rows: no key is repeated. [B * H_kv, tokens * groups, D] here and
+        # below, with room behind the last token for some of zeros, where pieces would not be of one size.
+        by_token = query.new_empty(batch, kv_heads, n + split.pieces - 1, groups, query.shape[-1])
+        by_token[:, :, :n] = query.unflatten(1, (kv_heads, groups)).transpose(2, 3)
+        by_token[:, :, n:] = 0
+        rows, keys, values = by_token.flatten(2, 3).flatten(0, 1), key.flatten(0, 1).mT, value.flatten(0, 1)
+        sampled = by_token[:, :, : n : max(1, n // _SAMPLED_TOKENS)].flatten(2, 3).flatten(0, 1)
+        sample = sampled @ keys[:, :, :: max(1, keys.shape[2] // _SAMPLED_KEYS)]
+        if not _within(sample, _LEAST_SCORE / scale, _MOST_SCORE / scale):  # spares the work; what decides are the sums
             return None
         mixed = rows.new_zeros(*rows.shape[:2], values.shape[-1])
         total = rows.new_zeros(*rows.shape[:2], 1)
-        # Scores of one KV head's tile over those that can be held: blocks of tokens if many, heads together if few.
-        load = n * groups * _TILE_KEYS / (_SCORES * torch.get_num_threads())
-        tiles, heads = self._tiles_of(min(n, max(1, round(load)))), max(1, round(1 / load))
-        for own, k, v, mix, sums in zip(*(t.split(heads) for t in (rows, keys, values, mixed, total)), strict=True):
-            for tile in tiles:
-                seeing = slice(tile.start * groups, tile.stop * groups)
-                weights = self._exponentials(own[:, seeing], k[:, tile.keys], scale)
-                by_token = weights.view(len(own), -1, groups, weights.shape[-1])
-                for tokens, mask in tile.masks:
-                    by_token[:, tokens].mul_(mask)
-                sums[:, seeing].add_(weights.sum(dim=-1, keepdim=True))
-                mix[:, seeing].baddbmm_(weights, v[:, tile.keys])
+        tiles, parts = self._tiles_of(split), split.heads * split.pieces
+        in_rows, in_mix, in_sums = ((parts, -1, t.shape[-1]) for t in (rows, mixed, total))
+        by_heads = (t.split(split.heads) for t in (rows, keys, values, mixed, total))
+        for own, k, v, mix, sums in zip(*by_heads, strict=True):
+            k, v = k.expand(parts, -1, -1), v.expand(parts, -1, -1)
+            for first_key, num_keys, first_row, num_rows, weights, masks in tiles:
+                seeing = own.narrow(1, first_row, num_rows).view(in_rows)
+                weights.baddbmm_(seeing, k.narrow(2, first_key, num_keys), beta=0, alpha=scale).exp_()
+                for part, mask in masks:
+                    part.mul_(mask)
+                sums.narrow(1, first_row, num_rows).view(in_sums).add_(weights.sum(dim=-1, keepdim=True))
+                mix.narrow(1, first_row, num_rows).view(in_mix).baddbmm_(weights, v.narrow(1, first_key, num_keys))
+        mixed, total = (t.view(batch, kv_heads, -1, groups, t.shape[-1])[:, :, :n] for t in (mixed, total))
         if not _within(total, _LEAST_SUM, _MOST_SUM):
             return None
-        mixed, total = (t.view(batch, kv_heads, n, groups, -1).transpose(1, 2) for t in (mixed, total))
+        mixed, total = mixed.transpose(1, 2), total.transpose(1, 2)
         out = query.new_empty(mixed.shape)
         return torch.div(mixed, total, out=out).flatten(2, 3).transpose(1, 2)
 
-    def _exponentials(self, rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-        """e to the power of the scores of ``rows`` [heads, r, D] against ``keys`` [heads, k, D]: [heads, r, k]."""
-        shape = rows.shape[0], rows.shape[1], keys.shape[1]
-        needed = shape[0] * shape[1] * shape[2]
-        if self._scores.numel() < needed:
-            self._scores.resize_(needed)
-        scores = self._scores[:needed].view(shape)
-        return scores.baddbmm_(rows, keys.transpose(1, 2), beta=0, alpha=scale).exp_()
+    def _tiles_of(self, split: Split) -> list[Tile]:
+        """The tiles of all tokens, made once."""
+        if split not in self._tiles:
+            cuts = [round(len(self._seen) * i / split.blocks) for i in range(split.blocks + 1)]
+            self._tiles[split] = [tile for start, stop in pairwise(cuts) for tile in self._cut(split, start, stop)]
+        return self._tiles[split]
 
-    def _tiles_of(self, num_blocks: int) -> list[Tile]:
-        """The tiles of all tokens in as many blocks, made once."""
-        if num_blocks not in self._tiles:
-            # Masks [n, 1, keys] in float, whose arithmetic is vectorised where comparisons are not: of every token in
-            # the tile of the last key it sees, and in that of the first.
-            at = torch.arange(_TILE_KEYS, dtype=torch.float32, device="cpu")
-            last = self._last[:, None, None]
-            until = (last % _TILE_KEYS - at + 1).clamp_(0, 1)
-            since = None
-            if self._window is not None:
-                since = (at - (last - self._window + 1) % _TILE_KEYS + 1).clamp_(0, 1)
-            cuts = [round(last.numel() * i / num_blocks) for i in range(num_blocks + 1)]
-            tiles = [tile for start, stop in pairwise(cuts) for tile in self._cut(start, stop, until, since)]
-            self._tiles[num_blocks] = tiles
-        return self._tiles[num_blocks]
-
-    def _cut(self, start: int, stop: int, until: torch.Tensor, since: torch.Tensor | None) -> Iterator[Tile]:
+    def _cut(self, split: Split, start: int, stop: int) -> Iterator[Tile]:
         """The tiles of tokens ``start:stop``."""
-        seen = self._last[start:stop].tolist()
-        window = seen[-1] + 1 if self._window is None else self._window
+        seen, groups = self._seen, split.groups
+        top = seen[stop - 1]
+        window = top + 1 if self._window is None else self._window
 
         def first_to_see(key: int) -> int:  # of the tokens, by the last key they see
-            return start + bisect_left(seen, key)
+            return bisect_left(seen, key, start, stop)
 
-        lowest = max(0, seen[0] - window + 1)
-        for first in range(lowest - lowest % _TILE_KEYS, seen[-1] + 1, _TILE_KEYS):
-            keys = slice(first, min(first + _TILE_KEYS, seen[-1] + 1))
-            begin, end = first_to_see(first), first_to_see(keys.stop - 1 + window)
-            partly = [(until, begin, first_to_see(first + _TILE_KEYS))]
-            if since is not None:
-                partly.append((since, first_to_see(first + window), end))
-            masks = [(slice(a - begin, b - begin), mask[a:b, :, : keys.stop - first]) for mask, a, b in partly if a < b]
-            yield Tile(keys, begin, end, masks)
+        lowest = max(0, seen[start] - window + 1)
+        for first in range(lowest - lowest % _TILE_KEYS, top + 1, _TILE_KEYS):
+            num_keys = min(_TILE_KEYS, top + 1 - first)
+            begin, end = first_to_see(first), first_to_see(first + num_keys - 1 + window)
+            num_tokens = end - begin + (begin - end) % split.pieces
+            memory = self._scratch.take(split.heads * num_tokens * groups * num_keys)
+            weights = memory.view(split.heads, num_tokens, groups, num_keys)
+            partly = [(self._until, begin, first_to_see(first + num_keys - 1))]
+            if self._since is not None:
+                partly.append((self._since, first_to_see(first + window), end))
+            masks = [(weights[:, a - begin : b - begin], mask[a:b, :, :num_keys]) for mask, a, b in partly if a < b]
+            if end < min(begin + num_tokens, len(seen)):  # these see none of the keys, or see them in another block
+                masks.append((weights[:, end - begin :], weights.new_zeros(1)))
+            in_pieces = weights.view(split.heads * split.pieces, -1, num_keys)
+            yield Tile(first, num_keys, begin * groups, num_tokens * groups, in_pieces, masks)
 
 
 def _within(numbers: torch.Tensor, least: float, most: float) -> bool:

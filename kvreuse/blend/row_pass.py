@@ -18,6 +18,7 @@ from kvreuse.blend.hooks import forward_through, hooked, narrow_query
 from kvreuse.blend.index import ROW_DIMS, Index, lists_rows
 from kvreuse.blend.kernels import attention_kernels, in_row_blocks, takes_row_blocks
 from kvreuse.blend.packing import Packing
+from kvreuse.blend.products import Scratch
 from kvreuse.blend.rows import PackedMask, RowMask, row_attention
 from kvreuse.errors import UnsupportedModelError
 
@@ -82,6 +83,7 @@ class RowPass:
         self._on_layer_start, self._on_layer_end, self._on_attention = on_layer_start, on_layer_end, on_attention
         self._among_first: Index | None = None  # where the rows are among the first; None: they are all there
         self._masks: dict[Any, Any] = {}
+        self._scratch = Scratch()
         self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense = False
 
@@ -241,7 +243,7 @@ class RowPass:
         looked_at = self._on_attention is not None
         for rows, length in zip(packing.split(self.rows), packing.lengths, strict=True):
             last_key = torch.arange(length - rows.numel(), length, device=device) if self._is_released(index) else None
-            parts.append(RowMask(Index(rows).on(device), length, window, last_key, looked_at))
+            parts.append(RowMask(Index(rows).on(device), length, window, last_key, looked_at, self._scratch))
         return PackedMask(tuple(parts), packing.starts, packing.num_slots)
 
     def _project(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvreuse.blend.products import RowProducts
+from kvreuse.blend.products import RowProducts, Scratch
 
 # Rows per attention call: fewer waste less on keys nobody sees, more keep the kernel busy.
 _BLOCK_ROWS_CPU = 64
@@ -40,6 +40,7 @@ class RowMask:
         window: keys seen in a sliding-window layer, the row's own included.
         last_key: last key seen per row [n], where it isn't the row's own position (the released code's mask).
         return_weights: also compute attention weights [B, H, n, S] (analysis; costs a dense product).
+        scratch: memory to compute in, of all masks of a pass.
     """
 
     rows: torch.Tensor
@@ -47,6 +48,7 @@ class RowMask:
     window: int | None = None
     last_key: torch.Tensor | None = None
     return_weights: bool = False
+    scratch: Scratch = field(default_factory=Scratch, repr=False)
     _blocks: dict[Any, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -79,7 +81,7 @@ class RowMask:
 
     @cached_property
     def _products(self) -> RowProducts:
-        return RowProducts(self._last, self.window)
+        return RowProducts(self._last, self.window, self.scratch)
 
     def blocks(self, dtype: torch.dtype, size: int) -> list[Block]:
         """The rows in blocks of ``size``, made once per selection.
