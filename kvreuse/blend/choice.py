@@ -118,13 +118,13 @@ class Choice:
         count = self._count(layer, view)
         if count >= self.chosen.numel():
             return False
-        index = torch.searchsorted(self.positions, self.chosen)
         if layer == 1:  # nothing deviates on layer 0
-            scores = self._scores[index]
+            scores = self._scores[torch.searchsorted(self.positions, self.chosen)]
         else:
             scores = deviation()[torch.searchsorted(rows, self.chosen)]
             if self.fusor.drop != "deviation":
                 layers = slice(layer - 1, layer) if self.fusor.drop == "attended" else slice(layer, None)
+                index = torch.searchsorted(self.positions, self.chosen)
                 scores = scores * attention()[layers, index].mean(dim=0)
         best = torch.topk(scores, count).indices
         self.chosen = self.chosen[best.sort().values]

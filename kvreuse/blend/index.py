@@ -26,6 +26,7 @@ class Index:
 
     on_cpu: torch.Tensor
     _copies: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _flat: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The indices on a device."""
@@ -39,8 +40,9 @@ class Index:
         if held.device.type != "cpu":
             return held.index_select(2, self.on(held.device))
         # Along dimension 0 PyTorch's CPU kernel copies whole rows, which takes a third of the time.
-        at = (torch.arange(0, heads * slots, slots)[:, None] + self.on_cpu).flatten()
-        return held.flatten(0, 2).index_select(0, at).view(1, heads, -1, dim)
+        if (heads, slots) not in self._flat:
+            self._flat[heads, slots] = (torch.arange(0, heads * slots, slots)[:, None] + self.on_cpu).flatten()
+        return held.flatten(0, 2).index_select(0, self._flat[heads, slots]).view(1, heads, -1, dim)
 
     @cached_property
     def run(self) -> slice | None:

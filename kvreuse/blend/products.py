@@ -24,7 +24,7 @@ _MANY_ROWS = 200
 _LEAST_SUM, _MOST_SUM = 1e-30, 1e30
 # Below -87, for which fp32 has no room, MKL's exponential takes a hundred times as long.
 _LEAST_SCORE, _MOST_SCORE = -80.0, math.log(_MOST_SUM)
-_SAMPLED_TOKENS, _SAMPLED_KEYS = 32, 256
+_SAMPLED_TOKENS, _SAMPLED_KEYS = 16, 128
 
 
 class Scratch:
@@ -91,10 +91,9 @@ class RowProducts:
     def __init__(self, last: torch.Tensor, window: int | None, scratch: Scratch) -> None:
         self._seen, self._window, self._scratch = last.tolist(), window, scratch
         # Masks [n, 1, keys]: of every token in the tile of the last key it sees, and in that of the last it has left.
-        triangle = torch.ones(_TILE_KEYS, 1, _TILE_KEYS, dtype=torch.float32, device="cpu")
-        triangle[:, 0].tril_()
-        self._until = triangle[last % _TILE_KEYS]
-        self._since = None if window is None else 1 - triangle[(last - window) % _TILE_KEYS]
+        triangle = torch.ones(_TILE_KEYS, _TILE_KEYS, dtype=torch.float32, device="cpu").tril_()[:, None]
+        self._until = triangle.index_select(0, last % _TILE_KEYS)
+        self._since = None if window is None else 1 - triangle.index_select(0, (last - window) % _TILE_KEYS)
         self._tiles: dict[Split, list[Tile]] = {}
 
     def attend(
