@@ -41,7 +41,8 @@ class Index:
             return held.index_select(2, self.on(held.device))
         # Along dimension 0 PyTorch's CPU kernel copies whole rows, which takes a third of the time.
         if (heads, slots) not in self._flat:
-            self._flat[heads, slots] = (torch.arange(0, heads * slots, slots)[:, None] + self.on_cpu).flatten()
+            first = torch.arange(0, heads * slots, slots, device="cpu")  # of each head
+            self._flat[heads, slots] = (first[:, None] + self.on_cpu).flatten()
         return held.flatten(0, 2).index_select(0, self._flat[heads, slots]).view(1, heads, -1, dim)
 
     @cached_property

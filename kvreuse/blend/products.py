@@ -34,7 +34,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def take(self, numel: int) -> torch.Tensor:
-        """So many numbers, [numel], that all who take some share."""
+        """``numel`` numbers, the same ones for everybody."""
         if self._memory.numel() < numel:
             self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
         return self._memory[:numel]
@@ -54,7 +54,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, groups: int, heads: int) -> Split:
-        """That of ``tokens`` under ``heads`` KV heads in all."""
+        """For ``tokens`` under ``heads`` KV heads in all."""
         threads, rows = torch.get_num_threads(), tokens * groups
         load = rows * _TILE_KEYS / (_SCORES * threads)
         blocks = min(tokens, max(1, round(load)))
@@ -108,14 +108,14 @@ class RowProducts:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         split = Split.of(n, groups, batch * kv_heads)
         # The query heads that share a KV head become rows: no key is repeated. [B * H_kv, tokens * groups, D] here and
-        # below, with room behind the last token for some of zeros, where pieces would not be of one size.
+        # below, with room behind the last token for zeros that fill pieces up to one size.
         by_token = query.new_empty(batch, kv_heads, n + split.pieces - 1, groups, query.shape[-1])
         by_token[:, :, :n] = query.unflatten(1, (kv_heads, groups)).transpose(2, 3)
         by_token[:, :, n:] = 0
         rows, keys, values = by_token.flatten(2, 3).flatten(0, 1), key.flatten(0, 1).mT, value.flatten(0, 1)
         sampled = by_token[:, :, : n : max(1, n // _SAMPLED_TOKENS)].flatten(2, 3).flatten(0, 1)
-        sample = sampled @ keys[:, :, :: max(1, keys.shape[2] // _SAMPLED_KEYS)]
-        if not _within(sample, _LEAST_SCORE / scale, _MOST_SCORE / scale):  # spares the work; what decides are the sums
+        sample = sampled @ keys[:, :, :: max(1, keys.shape[2] // _SAMPLED_KEYS)] * scale
+        if not _within(sample, _LEAST_SCORE, _MOST_SCORE):  # spares the work; what decides are the sums
             return None
         mixed = rows.new_zeros(*rows.shape[:2], values.shape[-1])
         total = rows.new_zeros(*rows.shape[:2], 1)

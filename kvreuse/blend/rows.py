@@ -40,7 +40,7 @@ class RowMask:
         window: keys seen in a sliding-window layer, the row's own included.
         last_key: last key seen per row [n], where it isn't the row's own position (the released code's mask).
         return_weights: also compute attention weights [B, H, n, S] (analysis; costs a dense product).
-        scratch: memory to compute in, of all masks of a pass.
+        scratch: memory to compute in, shared by all masks of a pass.
     """
 
     rows: torch.Tensor
