@@ -24,7 +24,7 @@ import kvreuse as kr
 from benchmarks.arguments import add_prompt, load, parser_of, save
 from benchmarks.memory import resident_mib, trim
 from benchmarks.ttft import short_name
-from experiments.environment import versions
+from experiments.environment import occasion
 from experiments.timed import equal_chunks
 
 BOUND = 1.3
@@ -80,7 +80,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.peak", *sys.argv[1:], "--only", name]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         peaks.append(Peak(**json.loads(done.stdout.splitlines()[-1])))
-    header = {"model": args.model, "chunks": args.chunks, "chunk_tokens": args.chunk_tokens, "versions": versions()}
+    header = {"model": args.model, "chunks": args.chunks, "chunk_tokens": args.chunk_tokens, **occasion()}
     save(args.out, {"header": header, "peaks": [asdict(p) for p in peaks]})
     print(json.dumps(header))
     print(table(peaks))

@@ -55,6 +55,13 @@ def origin(name: str, model: kvreuse.ReuseModel) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
         "processor": processor(),
         "threads": torch.get_num_threads(),
+        **occasion(),
+    }
+
+
+def occasion() -> dict[str, Any]:
+    """Versions, commit, date and command."""
+    return {
         "versions": versions(),
         "commit": COMMIT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
