@@ -18,7 +18,7 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 def drawn(batch, heads, groups, rows, keys):
     g = torch.Generator().manual_seed(0)
     query = torch.randn(batch, heads * groups, rows, 8, generator=g)
-    key, value = (torch.randn(batch, heads, keys, 8, generator=g) for _ in range(2))
+    key, value = (torch.randn(batch, heads, keys, dim, generator=g) for dim in (8, 5))
     return query, key, value
 
 
@@ -78,9 +78,30 @@ def test_many_rows_go_in_a_piece_for_each_thread(threads):
         assert (many.heads, many.pieces) == (1, threads)
         assert (few.heads, few.pieces) == (3, 1)
         row_products = RowProducts(torch.arange(301), None, Scratch())
-        for tile in row_products._tiles_of(many):
-            assert tile.weights.shape[0] == threads
-            assert tile.num_rows == tile.weights.shape[:2].numel() < 2 * (301 + threads)
+        query, key, value = drawn(1, 3, 2, 301, 301)
+        row_products.attend(query, key, value, None)
+    [(split, tiles)] = row_products._tiles.items()
+    assert split == many
+    rounded = [2 * -(-seeing // threads) * threads for seeing in (301, 301 - 256)]
+    assert [tile.num_rows for tile in tiles] == rounded
+    assert [tile.weights.shape[0] for tile in tiles] == [threads, threads]
+
+
+def test_masks_share_one_scratch():
+    """The smaller ones first, which then hold older memory; a layer with a window between those without."""
+    scratch = Scratch()
+    kinds = [(step, window) for step in (9, 3) for window in (None, 7)]
+    masks = [RowMask(torch.arange(0, 90, step), 100, window, scratch=scratch) for step, window in kinds]
+    for mask in [*masks, *masks]:
+        query, key, value = drawn(1, 2, 2, mask.rows.numel(), 100)
+        torch.testing.assert_close(mask.attend(query, key, value, None), dense(mask, query, key, value), **TOLERANCE)
+    assert all(mask._products._scratch is scratch for mask in masks)
+
+
+def test_keys_that_no_token_sees_are_left_out():
+    row_products = RowProducts(torch.tensor([0, 5000]), 4, Scratch())
+    tiles = row_products._tiles_of(products.Split(1, 1, 1, 1))
+    assert [(tile.first_key, tile.num_rows) for tile in tiles] == [(0, 1), (4864, 1)]
 
 
 def test_threads_may_change_between_layers():

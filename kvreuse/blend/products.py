@@ -158,6 +158,8 @@ class RowProducts:
         for first in range(lowest - lowest % _TILE_KEYS, top + 1, _TILE_KEYS):
             num_keys = min(_TILE_KEYS, top + 1 - first)
             begin, end = first_to_see(first), first_to_see(first + num_keys - 1 + window)
+            if begin == end:
+                continue
             num_tokens = end - begin + (begin - end) % split.pieces
             memory = self._scratch.take(split.heads * num_tokens * groups * num_keys)
             weights = memory.view(split.heads, num_tokens, groups, num_keys)
