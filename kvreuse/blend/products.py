@@ -34,17 +34,17 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def take(self, numel: int) -> torch.Tensor:
-        """``numel`` numbers, the same ones for everybody."""
+        """``numel`` numbers, whoever held them before."""
         if self._memory.numel() < numel:
             self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
         return self._memory[:numel]
 
 
 class Split(NamedTuple):
-    """What is computed at a time: one of ``blocks`` of the tokens under ``heads`` KV heads.
+    """What is computed at a time: the tokens are cut into ``blocks``, the KV heads go ``heads`` at a time.
 
-    If there are many rows, ``groups`` for each token, it is one head, and the rows come in as many ``pieces`` as there
-    are threads: what a thread made of its piece it finds in its own cache. Otherwise they are one piece.
+    If there are many rows, ``groups`` for each token, a single head goes at a time, its rows in as many ``pieces`` as
+    there are threads: what a thread made of its piece it finds in its own cache. Otherwise the rows are one piece.
     """
 
     groups: int
@@ -60,6 +60,7 @@ class Split(NamedTuple):
         blocks = min(tokens, max(1, round(load)))
         if rows >= _MANY_ROWS * threads:
             return cls(groups, 1, threads, blocks)
+        # All of one number, since a tile's weights have one shape.
         together = [n for n in range(1, heads + 1) if heads % n == 0 and n * load <= 1]
         return cls(groups, max(together, default=1), 1, blocks)
 
@@ -67,8 +68,9 @@ class Split(NamedTuple):
 class Tile(NamedTuple):
     """Some keys, and the rows of the tokens that see any of them.
 
-    ``weights``: where these are computed, [heads * pieces, rows of a piece, keys]. ``masks``: parts of that [heads,
-    tokens, groups, keys], and 1 where a token sees a key and 0 where not, [tokens, 1, keys].
+    ``weights``: memory for their exponentials, until the next tile's, [heads * pieces, rows of a piece, keys].
+    ``masks``: regions of it [heads, tokens, groups, keys], and 1 where a token sees a key and 0 where not, [tokens, 1,
+    keys].
     """
 
     first_key: int
@@ -119,18 +121,18 @@ class RowProducts:
             return None
         mixed = rows.new_zeros(*rows.shape[:2], values.shape[-1])
         total = rows.new_zeros(*rows.shape[:2], 1)
-        tiles, parts = self._tiles_of(split), split.heads * split.pieces
-        in_rows, in_mix, in_sums = ((parts, -1, t.shape[-1]) for t in (rows, mixed, total))
+        tiles, items = self._tiles_of(split), split.heads * split.pieces
+        rows_shape, mix_shape, sums_shape = ((items, -1, t.shape[-1]) for t in (rows, mixed, total))
         by_heads = (t.split(split.heads) for t in (rows, keys, values, mixed, total))
         for own, k, v, mix, sums in zip(*by_heads, strict=True):
-            k, v = k.expand(parts, -1, -1), v.expand(parts, -1, -1)
+            k, v = k.expand(items, -1, -1), v.expand(items, -1, -1)
             for first_key, num_keys, first_row, num_rows, weights, masks in tiles:
-                seeing = own.narrow(1, first_row, num_rows).view(in_rows)
+                seeing = own.narrow(1, first_row, num_rows).view(rows_shape)
                 weights.baddbmm_(seeing, k.narrow(2, first_key, num_keys), beta=0, alpha=scale).exp_()
-                for part, mask in masks:
-                    part.mul_(mask)
-                sums.narrow(1, first_row, num_rows).view(in_sums).add_(weights.sum(dim=-1, keepdim=True))
-                mix.narrow(1, first_row, num_rows).view(in_mix).baddbmm_(weights, v.narrow(1, first_key, num_keys))
+                for region, mask in masks:
+                    region.mul_(mask)
+                sums.narrow(1, first_row, num_rows).view(sums_shape).add_(weights.sum(dim=-1, keepdim=True))
+                mix.narrow(1, first_row, num_rows).view(mix_shape).baddbmm_(weights, v.narrow(1, first_key, num_keys))
         mixed, total = (t.view(batch, kv_heads, -1, groups, t.shape[-1])[:, :, :n] for t in (mixed, total))
         if not _within(total, _LEAST_SUM, _MOST_SUM):
             return None
@@ -142,10 +144,12 @@ class RowProducts:
         """The tiles of all tokens, made once."""
         if split not in self._tiles:
             cuts = [round(len(self._seen) * i / split.blocks) for i in range(split.blocks + 1)]
-            self._tiles[split] = [tile for start, stop in pairwise(cuts) for tile in self._cut(split, start, stop)]
+            most = max(stop - start for start, stop in pairwise(cuts)) + split.pieces - 1
+            memory = self._scratch.take(split.heads * most * split.groups * min(_TILE_KEYS, self._seen[-1] + 1))
+            self._tiles[split] = [tile for at in pairwise(cuts) for tile in self._cut(split, memory, *at)]
         return self._tiles[split]
 
-    def _cut(self, split: Split, start: int, stop: int) -> Iterator[Tile]:
+    def _cut(self, split: Split, memory: torch.Tensor, start: int, stop: int) -> Iterator[Tile]:
         """The tiles of tokens ``start:stop``."""
         seen, groups = self._seen, split.groups
         top = seen[stop - 1]
@@ -160,9 +164,9 @@ class RowProducts:
             begin, end = first_to_see(first), first_to_see(first + num_keys - 1 + window)
             if begin == end:
                 continue
-            num_tokens = end - begin + (begin - end) % split.pieces
-            memory = self._scratch.take(split.heads * num_tokens * groups * num_keys)
-            weights = memory.view(split.heads, num_tokens, groups, num_keys)
+            num_tokens = end - begin + (begin - end) % split.pieces  # up to a multiple of the pieces
+            weights = memory[: split.heads * num_tokens * groups * num_keys]
+            weights = weights.view(split.heads, num_tokens, groups, num_keys)
             partly = [(self._until, begin, first_to_see(first + num_keys - 1))]
             if self._since is not None:
                 partly.append((self._since, first_to_see(first + window), end))
