@@ -140,6 +140,14 @@ def test_extreme_scores_are_left_to_a_softmax(score, row, head):
             torch.testing.assert_close(attended, expected, atol=rounding, rtol=rounding, equal_nan=True)
 
 
+def test_values_that_overflow_under_their_weights_are_left_to_a_softmax():
+    """A score of 64 makes a weight of 6e27, which fp32 holds; times 1e11 it no longer does."""
+    query = key = torch.full((1, 1, 1, 1), 8.0)
+    value = torch.full((1, 1, 1, 1), 1e11)
+    assert RowProducts(torch.tensor([0]), None, Scratch()).attend(query, key, value, 1.0) is None
+    assert torch.equal(RowMask(torch.tensor([0]), 1).attend(query, key, value, 1.0), value)
+
+
 @pytest.mark.parametrize("extreme", [7, 10], ids=["in-a-tile", "behind-all"])
 def test_an_extreme_key_that_a_row_does_not_see_changes_nothing(extreme):
     """It is computed with and masked, unless no row sees it; infinity times 0 would be no number."""
