@@ -134,7 +134,8 @@ class RowProducts:
                 sums.narrow(1, first_row, num_rows).view(sums_shape).add_(weights.sum(dim=-1, keepdim=True))
                 mix.narrow(1, first_row, num_rows).view(mix_shape).baddbmm_(weights, v.narrow(1, first_key, num_keys))
         mixed, total = (t.view(batch, kv_heads, -1, groups, t.shape[-1])[:, :, :n] for t in (mixed, total))
-        if not (_within(total, _LEAST_SUM, _MOST_SUM) and _within(mixed, -math.inf, math.inf)):
+        # A sum is finite only if all its numbers are, and costs an eighth of their least and largest.
+        if not (_within(total, _LEAST_SUM, _MOST_SUM) and math.isfinite(mixed.sum().item())):
             return None
         mixed, total = mixed.transpose(1, 2), total.transpose(1, 2)
         out = query.new_empty(mixed.shape)
